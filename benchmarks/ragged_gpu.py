@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import platform
 import random
@@ -232,16 +233,16 @@ def parts(run: Run) -> Callable[[dict[str, Any], list[int]], bool]:
                 held = torch.cuda.memory_allocated() if on_gpu else 0
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
-                run.accumulate(trimmer.take(one.indices, one.length), tokens)
+                run.accumulate(trimmer.take(one.samples, one.length), tokens)
                 if on_gpu:
                     peak = torch.cuda.max_memory_allocated()
-                    memory = memory.seen(*one.shape, peak, held_bytes=held)
+                    memory = memory.seen(*one.padded_shape, peak, held_bytes=held)
 
         with attention_without_plans(run.device):
             failed = ran_out(work)
         if failed:
             run.ooms += 1
-            memory = memory.after_oom(*current.shape)
+            memory = memory.after_oom(*current.padded_shape)
             run.optimizer.zero_grad(set_to_none=True)
             return False
         shapes = shapes.ran(packs)
@@ -340,8 +341,8 @@ def simulate() -> None:
             )
             state["shapes"] = state["shapes"].ran(packs)
             for one in packs:
-                state["memory"] = state["memory"].seen(*one.shape, one.shape[0] * one.shape[1])
-            return [one.shape for one in packs]
+                state["memory"] = state["memory"].seen(*one.padded_shape, math.prod(one.padded_shape))
+            return [one.padded_shape for one in packs]
 
         return plan
 

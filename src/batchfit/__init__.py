@@ -23,7 +23,7 @@ _EXPORTS = {
     "IncreaseBatchSizeConfig": "batchfit.schedules",
     "LinearBatchSizeConfig": "batchfit.schedules",
     "MemoryExplanation": "batchfit.results",
-    "MicrobatchEvent": "batchfit._engine.sizing.pure.events",
+    "MicrobatchEvent": "batchfit._engine.sizing.pure.sizes",
     "Microbatcher": "batchfit._microbatch.microbatcher",
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
@@ -101,7 +101,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
-    from batchfit._engine.sizing.pure.events import MicrobatchEvent
+    from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory
     from batchfit._find.find import find_batch_size

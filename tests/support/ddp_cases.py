@@ -27,10 +27,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.data_parallel import ddp
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.optimizer_step import step as stepping
-from batchfit._microbatch import backward
 from batchfit._microbatch.microbatcher import Microbatcher
 from batchfit.errors import BatchfitError, RanksDisagreeError
 from batchfit.testing import Operations, count_operations, fail_at, simulated_oom, virtual_memory
@@ -56,10 +56,10 @@ class Faults:
 @contextmanager
 def installed(faults: Faults) -> Iterator[None]:
     """The places that are not in the user's code."""
-    feed, reduction, make_state = backward.feed, ddp.Reduction, stepping.make_state
+    fed, reduction, make_state = Batch.fed, ddp.Reduction, stepping.make_state
 
-    def failing_feed(micros: Any, device: Any) -> Iterator[Any]:
-        for at, micro in enumerate(feed(micros, device)):
+    def failing_fed(whole: Batch, micros: Any, device: Any) -> Iterator[Any]:
+        for at, micro in enumerate(fed(whole, micros, device)):
             if at == len(micros) - 1:
                 faults.check("copy")
             yield micro
@@ -72,12 +72,12 @@ def installed(faults: Faults) -> Iterator[None]:
         make_state(optimizer)
         faults.check("state")
 
-    backward.feed, ddp.Reduction = failing_feed, failing_reduction  # type: ignore[assignment, misc]
+    Batch.fed, ddp.Reduction = failing_fed, failing_reduction  # type: ignore[assignment, method-assign, misc]
     stepping.make_state = failing_state  # type: ignore[assignment]
     try:
         yield
     finally:
-        backward.feed, ddp.Reduction, stepping.make_state = feed, reduction, make_state  # type: ignore[misc]
+        Batch.fed, ddp.Reduction, stepping.make_state = fed, reduction, make_state  # type: ignore[method-assign, misc]
 
 
 class CutOff(torch.optim.AdamW):
@@ -459,6 +459,33 @@ def exact_branches(rank: int, world_size: int) -> Any:
         "unused": inner.unused.weight.grad is None,
         "seen": seen,
     }
+
+
+def zeros_that_fail(rank: int) -> list[Any]:
+    """Rank 0 makes zeros for gradients that only rank 1 has: out of memory once, then with another error."""
+    settled_down()
+    make_zeros, outcomes = ddp._zeros, []
+    for error in (simulated_oom("cuda"), ValueError("a bug of zeros")):
+        model = DistributedDataParallel(Branches().train(), find_unused_parameters=True)
+        mb = Microbatcher(model, batch_norm="ignore", timeout_s=20)
+        left: list[Exception] = [error] if rank == 0 else []
+
+        def failing(leaf: torch.Tensor, left: list[Exception] = left) -> torch.Tensor:
+            if left:
+                raise left.pop()
+            return make_zeros(leaf)
+
+        def fn(micro: dict[str, torch.Tensor], model: Any = model) -> torch.Tensor:
+            return nn.functional.cross_entropy(model(micro["x"], rank == 1), micro["y"])
+
+        ddp._zeros = failing
+        try:
+            outcome = outcome_of(lambda: mb.backward(fn, batch_of(rank, 0, 4)))  # noqa: B023
+        finally:
+            ddp._zeros = make_zeros
+        grads = [one.grad for one in model.parameters() if one.grad is not None]
+        outcomes.append([*outcome[:2], len(grads), len(set(digests(digest(grads)))) == 1])
+    return outcomes
 
 
 def exact_models(rank: int, world_size: int) -> Any:

@@ -35,11 +35,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.distributed import fsdp
 from batchfit._engine.distributed.collectives import begun_since, counts
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
-from batchfit._microbatch import backward
 from batchfit._microbatch.microbatcher import Microbatcher
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit.errors import SnapshotError
@@ -120,10 +120,10 @@ def installed(faults: Faults) -> Iterator[None]:
     """The places that are not in the user's code."""
     from batchfit._engine.optimizer_step import step as stepping
 
-    feed, make_state = backward.feed, stepping.make_state
+    fed, make_state = Batch.fed, stepping.make_state
 
-    def failing_feed(micros: Any, device: Any) -> Iterator[Any]:
-        for at, micro in enumerate(feed(micros, device)):
+    def failing_fed(whole: Batch, micros: Any, device: Any) -> Iterator[Any]:
+        for at, micro in enumerate(fed(whole, micros, device)):
             if at == len(micros) - 1:
                 faults.check("copy")
             yield micro
@@ -132,11 +132,11 @@ def installed(faults: Faults) -> Iterator[None]:
         make_state(optimizer)
         faults.check("state")
 
-    backward.feed, stepping.make_state = failing_feed, failing_state  # type: ignore[assignment]
+    Batch.fed, stepping.make_state = failing_fed, failing_state  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        backward.feed, stepping.make_state = feed, make_state  # type: ignore[assignment]
+        Batch.fed, stepping.make_state = fed, make_state  # type: ignore[method-assign]
 
 
 def rows_of(case: dict[str, Any], rank: int, step: int) -> int:

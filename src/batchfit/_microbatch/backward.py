@@ -1,36 +1,144 @@
 """`Microbatcher.backward`: forward and backward of each microbatch, weighed by its share of the batch.
 
 Rules
+- All shares are known before the first backward, and add up to one: what the microbatches add to the
+  gradients is then what the batch would have added. Weights on a device are fetched together: at most one
+  synchronization per batch, and none for host batches.
 - A pass is called and either ends or raises; what it leaves in gradients, buffers and generators is undone
   by `BatchRun`. It holds views of the batch, and no tensor of the user's once it has raised.
 - The user's function is called in a frame that is gone before the next microbatch is touched.
-- Losses stay on the device: nothing here synchronizes.
+- Losses stay on the device: nothing else here synchronizes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Final, Literal, cast, final
 
 import torch
-from torch import nn
 
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.structure import mapped
-from batchfit._engine.batch.transfer import feed
 from batchfit._engine.device.oom import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.sizing.interface import NO_WATCH
 from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_outputs, without_graph
-from batchfit._microbatch.batch_norm import ExactStatistics, norms_in
+from batchfit._microbatch.batch_norm import BatchNorm, ExactStatistics
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
 from batchfit._microbatch.loss_check import LossCheck, LossInspection
-from batchfit._microbatch.weights import Weighing
 from batchfit._noise.gradient_noise import GradientNoise
+from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
+
+_IGNORED: Final = -100  # the label that torch's and Hugging Face's losses leave out
+# How many batches are checked for it: to read labels on a device synchronizes.
+_HOST_CHECKS: Final = 8
+_DEVICE_CHECKS: Final = 2
+
+Weight = Callable[[Any], Any] | str
+
+
+@final
+class Weighing:
+    """How the microbatches of one Microbatcher are weighed."""
+
+    def __init__(self, weight: Weight | None, *, reduction: Literal["mean", "sum"], skips: bool) -> None:
+        self._weight = weight
+        self.sums = reduction == "sum"  # losses are sums over samples, not means
+        self._skips = skips
+        self._checks = 0  # of `advice`
+
+    def advice(self, batch: Any, *, is_ragged: bool) -> str:
+        """Advice on the first batches that were cut; "" for none."""
+        if self._weight is not None or self.sums or self._checks > _HOST_CHECKS:
+            return ""
+        self._checks += 1
+        return _advice_on_tokens(batch, is_ragged=is_ragged, checks=self._checks)
+
+    def shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> tuple[list[float] | None, float]:
+        """The share of each microbatch in the batch's mean, None where it has no weight; and that weight."""
+        if self.sums or (self._weight is None and len(plan) == 1):
+            return [1.0] * len(plan), float(sum(piece.size for piece in plan))
+        if self._weight is None:
+            weights = [float(piece.size) for piece in plan]
+        else:
+            weights = _numbers([self._weigh(micro) for micro in micros])
+        total = math.fsum(weights)
+        if total == 0:
+            return None, 0.0
+        return [weight / total for weight in weights], total
+
+    def weight_of(self, micro: Any) -> float:
+        """What a microbatch of one sample counts."""
+        return self.shares([micro], [Piece(slice(0, 1), 1)])[1]
+
+    def check_zero(self) -> None:
+        """A batch has no weight, on any rank: an error unless such batches are skipped."""
+        if not self._skips:
+            raise BatchfitError(
+                "the weight of the batch is zero, so its mean is not defined. Leave such batches out, or "
+                "pass on_zero_weight='skip'"
+            )
+
+    def _weigh(self, micro: Any) -> Any:
+        if callable(self._weight):
+            return self._weight(micro)
+        name = cast(str, self._weight)
+        try:
+            part = micro[name] if hasattr(micro, "keys") else getattr(micro, name)
+        except (KeyError, AttributeError):
+            parts = f" ({', '.join(map(str, micro))})" if hasattr(micro, "keys") else ""
+            raise ValueError(f"weight must name a part of the batch{parts}, not {name!r}") from None
+        return part.sum() if hasattr(part, "sum") else sum(part)
+
+
+def _numbers(weights: Sequence[Any]) -> list[float]:
+    """As plain numbers; those on a device are fetched together."""
+    for one in weights:
+        if isinstance(one, torch.Tensor) and one.numel() != 1:
+            raise ValueError(f"weight must be one number, not a tensor of shape {tuple(one.shape)}")
+    if all(isinstance(one, torch.Tensor) for one in weights):
+        values = torch.stack([one.detach().double().reshape(()) for one in weights]).tolist()
+    else:
+        values = [_number(one) for one in weights]
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise ValueError(f"weight must be a finite number of at least 0, not {value!r}")
+    return cast(list[float], values)
+
+
+def _number(weight: Any) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError):
+        raise TypeError(f"weight must be a number, not {weight!r:.80}") from None
+
+
+def _advice_on_tokens(batch: Any, *, is_ragged: bool, checks: int) -> str:
+    """For samples that count alike and a loss that is likely a mean over tokens."""
+    labels: Any = batch.get("labels") if hasattr(batch, "get") else getattr(batch, "labels", None)
+    shown = "batches are ragged"
+    has_rows = isinstance(labels, torch.Tensor) and labels.dim() > 0
+    if has_rows and checks <= (_HOST_CHECKS if labels.device.type == "cpu" else _DEVICE_CHECKS):
+        if bool((labels == _IGNORED).any()):
+            shown, is_ragged = f"labels hold {_IGNORED}", True
+        elif labels.dim() == 1:  # one per sample
+            is_ragged = False
+    elif has_rows:
+        return ""
+    if not is_ragged:
+        return ""
+    plain, causal = (f"weight=lambda micro: (micro['labels']{at} != -100).sum()" for at in ("", "[:, 1:]"))
+    both = f"{causal} for a causal model, {plain} for others"
+    line = plain if has_rows and labels.dim() == 1 else both
+    return (
+        f"microbatches are weighted by their samples, but {shown}: if the loss is a mean over tokens, as "
+        f"Hugging Face's is, the gradients are not those of the batch. Pass {line}"
+    )
 
 
 @final
@@ -102,11 +210,9 @@ class BackwardCall(MicrobatchCall):
                 events.once("tokens", advice)
         return run.report()
 
-    def needs_inspection(self, modules: Sequence[nn.Module]) -> bool:
+    def needs_inspection(self, norms: Sequence[BatchNorm]) -> bool:
         # BatchNorm without running statistics compares samples in every mode, which is said elsewhere.
-        return self._loss_check.is_due(self._fn) and not any(
-            layer.running_mean is None for layer in norms_in(modules)
-        )
+        return self._loss_check.is_due(self._fn) and not any(layer.running_mean is None for layer in norms)
 
     def inspect(self, run: BatchRun, plan: Sequence[Piece]) -> None:
         whole, device = run.whole, run.context.device
@@ -124,7 +230,7 @@ class BackwardCall(MicrobatchCall):
                 compiled=run.sized is not None and run.sized.compiled,
                 target=run.device,
                 device=device,
-                weigh=self._loss_check.weigh,
+                weigh=None if self._weighing.sums else self._weighing.shares,
                 check=run.check_collectives,
             )
         )
@@ -169,7 +275,7 @@ class BackwardPass:
         total: torch.Tensor | None = None
         micros = [self._micros[index] for index in self._indices]
         with ExactStatistics(terms.layers) if terms.layers else nullcontext() as exact:
-            for index, micro in zip(self._indices, feed(micros, terms.device), strict=True):
+            for index, micro in zip(self._indices, self._whole.fed(micros, terms.device), strict=True):
                 self.at = index
                 if exact is not None:
                     exact.next_microbatch()
@@ -215,7 +321,7 @@ class BackwardPass:
             )
         with torch.no_grad():
             for index in left:
-                (micro,) = feed([self._micros[index]], self._terms.device)
+                (micro,) = self._whole.fed([self._micros[index]], self._terms.device)
                 self._parts[index] = mapped(loss_and_outputs(self._fn(micro))[1], detached)
         if len(self._parts) < len(self._plan):
             raise ValueError(

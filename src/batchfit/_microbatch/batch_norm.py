@@ -15,20 +15,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 BatchNorm = _BatchNorm
 
 
-def norms_in(modules: Iterable[nn.Module]) -> list[BatchNorm]:
-    """The BatchNorm layers among some modules."""
-    return [module for module in modules if isinstance(module, BatchNorm)]
-
-
-def batch_norms(layers: Iterable[BatchNorm]) -> list[BatchNorm]:
-    """Those that normalise with statistics of the batch they are given, as they stand now."""
-    return [layer for layer in layers if layer.training or layer.running_mean is None]
+def uses_batch_statistics(layer: BatchNorm) -> bool:
+    """Whether it normalises with statistics of the batch it is given."""
+    return layer.training or layer.running_mean is None
 
 
 def warning(sizes: Sequence[int], total: int, layers: int) -> str:

@@ -26,7 +26,7 @@ from batchfit._engine.data_parallel.interface import DataParallel, Outcome, Plan
 from batchfit._engine.device.oom import Failure
 from batchfit._engine.device.readings import read, recover
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
-from batchfit._engine.sizing.shortage import whole_sentences
+from batchfit._engine.sizing.memory_budget import whole_sentences
 from batchfit._engine.snapshot.batch_undo import BatchUndo
 from batchfit._engine.snapshot.coverage import GraphCheck, function_key, modules_held
 from batchfit._engine.workload.checks import check_loss, loss_and_outputs
@@ -83,7 +83,7 @@ class MicrobatchCall(ABC):
         """The weight of a microbatch of one sample."""
         return 1.0
 
-    def needs_inspection(self, modules: Sequence[nn.Module]) -> bool:
+    def needs_inspection(self, norms: Sequence[BatchNorm]) -> bool:
         """Whether the loss is inspected before the batch is cut."""
         return False
 
@@ -284,7 +284,11 @@ class BatchRun:
         context.events.report("retry", size, size, f"out of memory in loss_fn ({failure.message})")
 
     def _is_to_inspect(self, plan: Sequence[Piece]) -> bool:
-        return len(plan) > 1 and not self._is_inspected and self.call.needs_inspection(self.opened.modules)
+        return (
+            len(plan) > 1
+            and not self._is_inspected
+            and self.call.needs_inspection(self.context.norms(self.opened.modules))
+        )
 
     def _inspect(self, plan: Sequence[Piece]) -> None:
         """Inspect the loss once, and undo what that has changed."""
@@ -371,7 +375,7 @@ class BatchRun:
 
     @cached_property
     def least_samples(self) -> int:
-        return 2 if self.context.training_norms(self.opened.modules) else 1
+        return 2 if self.context.norms(self.opened.modules) else 1
 
     def sample(self) -> Any:
         from batchfit._engine.data_parallel.fsdp_batch import sample_of

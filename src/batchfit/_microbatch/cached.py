@@ -14,7 +14,6 @@ import torch
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch, check_one
 from batchfit._engine.batch.structure import children, mapped
-from batchfit._engine.batch.transfer import feed
 from batchfit._engine.data_parallel.interface import DataParallel
 from batchfit._engine.snapshot import rng
 from batchfit._engine.workload.checks import check_loss, loss_and_outputs
@@ -99,7 +98,7 @@ class CachedBackwardPass:
         self.loss = self._terms.end_with(loss)
 
     def _in_one(self) -> torch.Tensor:
-        (micro,) = feed(self._micros, self._terms.device)
+        (micro,) = self._whole.fed(self._micros, self._terms.device)
         representations = self._encode(micro)
         if self._whole.trimmer is not None:  # sorted by length: `loss_fn` gets the batch's own order
             representations = self._whole.joined([representations], self._plan, "encode's output")
@@ -126,7 +125,7 @@ class CachedBackwardPass:
         terms.undo.restore_buffers()
         begin, graphs = [0] * len(gradients), 0
         with ExactStatistics(terms.layers) as exact:
-            for index, micro in enumerate(feed(self._micros, terms.device)):
+            for index, micro in enumerate(self._whole.fed(self._micros, terms.device)):
                 self.at = index
                 exact.next_microbatch()
                 _restore(states[index])
@@ -148,7 +147,7 @@ class CachedBackwardPass:
         """All of them as leaves of a new graph, the rows of each chunk, and its random numbers."""
         outputs, rows, states = [], [], []
         with torch.no_grad():
-            for index, micro in enumerate(feed(self._micros, self._terms.device)):
+            for index, micro in enumerate(self._whole.fed(self._micros, self._terms.device)):
                 self.at = index
                 states.append(self._terms.undo.random_states())
                 outputs.append(self._encode(micro))

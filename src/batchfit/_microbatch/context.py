@@ -32,7 +32,7 @@ from batchfit._engine.sizing.ragged import RaggedSizer
 from batchfit._engine.sizing.uniform import UniformSizer
 from batchfit._engine.snapshot.batch_undo import BatchUndo, Buffers
 from batchfit._engine.snapshot.coverage import Coverage, generators_held
-from batchfit._microbatch.batch_norm import BatchNorm, batch_norms, norms_in, warning
+from batchfit._microbatch.batch_norm import BatchNorm, uses_batch_statistics, warning
 from batchfit._microbatch.checks import generators_of
 from batchfit.errors import BatchfitError
 
@@ -124,7 +124,7 @@ class MicrobatchContext:
     ) -> SizedBatch:
         trains = kind != "map"
         if lengths is None:
-            needs_two = compiled and trains and bool(self.training_norms(modules))
+            needs_two = compiled and trains and bool(self.norms(modules))
             return self._uniform.begin(whole, compiled=compiled, needs_two=needs_two)
         if self._cutter.split is not None:
             raise ValueError(f"lengths must be None where split is given, not {lengths!r:.80}")
@@ -165,16 +165,18 @@ class MicrobatchContext:
             with sized.limited(), attention_without_plans(self.target):
                 yield
 
-    def training_norms(self, modules: list[nn.Module]) -> list[BatchNorm]:
+    def norms(self, modules: list[nn.Module]) -> list[BatchNorm]:
+        """The BatchNorm layers that normalise with statistics of their batch, as they stand now."""
         if modules != self._modules:
-            self._modules, self._norms = modules, norms_in(modules)
-        return batch_norms(self._norms)
+            self._modules = modules
+            self._norms = [module for module in modules if isinstance(module, BatchNorm)]
+        return [layer for layer in self._norms if uses_batch_statistics(layer)]
 
     def layers(self, whole: Batch, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
         """BatchNorm where a batch is cut: warn, refuse, or return the layers with exact statistics."""
         if len(plan) == 1 or self._batch_norm == "ignore":
             return []
-        layers = self.training_norms(modules)
+        layers = self.norms(modules)
         if not layers or self._batch_norm == "exact":
             return layers
         text = warning([piece.size for piece in plan], whole.length, len(layers))

@@ -17,7 +17,6 @@ import torch
 
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.batch.transfer import feed
 from batchfit._engine.data_parallel.interface import DataParallel
 from batchfit._engine.device.oom import run_twice
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
@@ -95,11 +94,12 @@ class ForwardPass:
     def __call__(self) -> None:
         terms = self._terms
         micros = self._whole.micros(self._plan, self._done)
-        for index, micro in enumerate(feed(micros, terms.device)):
+        for index, micro in enumerate(self._whole.fed(micros, terms.device)):
             self.at = index
             terms.mark()
             terms.begin(index)
-            self._outputs.append(self._fn(micro))
+            output = self._fn(micro)
+            terms.ended(index)  # nothing is out of memory once the microbatch is done
+            self._outputs.append(output)
             self._done.append(self._plan[index])
-            terms.ended(index)
             del micro

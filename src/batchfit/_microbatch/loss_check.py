@@ -25,7 +25,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.batch.transfer import feed
 from batchfit._engine.device.oom import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import Device
@@ -43,7 +42,6 @@ from batchfit._microbatch.pure.loss_kind import (
     kind_of,
     scale_of,
 )
-from batchfit._microbatch.weights import Weighing
 from batchfit.errors import BatchfitError, CollectivesError
 
 log = logging.getLogger("batchfit")
@@ -60,7 +58,15 @@ _MOST_INSPECTIONS: Final = 8
 _MOST_FUNCTIONS: Final = 64
 
 OnCompared = Literal["error", "warn", "ignore"]
-Weigh = Callable[[Sequence[Any], Sequence[Piece]], Sequence[float] | None]
+Weigh = Callable[[Sequence[Any], Sequence[Piece]], tuple[Sequence[float] | None, float]]
+
+# What to do, by what an inspection of the loss has shown.
+_ADVICE: Final = {
+    "compared": "Use backward_cached(encode, loss_fn, batch), which is exact for any loss over the outputs "
+    "of a batch, or a batch that fits whole. compared='warn' cuts it all the same",
+    "mean": "Pass reduction='mean'",
+    "sum": "Pass reduction='sum'",
+}
 
 
 @final
@@ -78,26 +84,16 @@ class InspectedLoss:
 class LossCheck:
     """Which functions have been inspected; warns of a loss or refuses it."""
 
-    def __init__(
-        self, weighing: Weighing, *, reduction: str, on_compared: OnCompared, advice: Mapping[str, str]
-    ) -> None:
-        self._weighing = weighing
+    def __init__(self, *, reduction: str, on_compared: OnCompared, advice: Mapping[str, str] | None) -> None:
         self._reduction = reduction
         self._on_compared = on_compared
-        self._advice = advice
+        self._advice = _checked(advice)
         self._left: dict[object, int] = {}  # inspections that are left, for each function
         self.is_off = on_compared == "ignore"
 
     def is_due(self, fn: Any) -> bool:
         """Whether a batch of this function is to be inspected before it is cut."""
         return not self.is_off and self._left.get(loss_key(fn), _MOST_INSPECTIONS) > 0
-
-    @property
-    def weigh(self) -> Weigh | None:
-        """The shares of microbatches in the batch's mean; None where losses are sums."""
-        if self._reduction == "sum":
-            return None
-        return lambda micros, plan: self._weighing.shares(micros, plan)[0]
 
     def run(self, inspection: LossInspection) -> None:
         """Inspect the loss; refuse one that cannot be cut, and warn of one that is not what it should be."""
@@ -152,7 +148,9 @@ class LossInspection:
     compiled: bool
     target: torch.device | None  # where microbatches go
     device: Device
-    weigh: Weigh | None  # the shares of microbatches in the batch's mean; None: losses are sums
+    weigh: (
+        Weigh | None
+    )  # the shares of microbatches in the batch's mean, and its weight; None: losses are sums
     check: Callable[[], None]  # called after each call of `fn`: refuses one with collectives
 
     def inspect(self) -> InspectedLoss:
@@ -209,7 +207,7 @@ class LossInspection:
         losses = tuple(means[name] for name in ("a", "b", "ab", "abab", "abc") if name in means)
         kind, weighed = kind_of(joins), None
         if kind == "mean" and self.weigh is not None:
-            shares = self.weigh([sets["a"](), sets["b"]()], [Piece(slice(0, count), count)] * 2)
+            shares, _ = self.weigh([sets["a"](), sets["b"]()], [Piece(slice(0, count), count)] * 2)
             if shares is not None and all(map(math.isfinite, losses[:3])):
                 wanted = shares[0] * losses[0] + shares[1] * losses[1]
                 weighed = (
@@ -228,8 +226,11 @@ class LossInspection:
             if count == _FEW:
                 cuts.update({str(at): (at, at + 1) for at in range(2 * count)})
             return {name: _cutting(whole, *cut) for name, cut in cuts.items()}
-        order = [at for piece in self.plan for at in _samples(piece, whole.length)]
-        length = None if whole.trimmer is None else max(piece.length or 0 for piece in self.plan)
+        order: Sequence[int] = range(whole.length)
+        length = None
+        if whole.trimmer is not None:
+            order = [at for piece in self.plan for at in piece.indices(whole.length)]
+            length = max(piece.length or 0 for piece in self.plan)
         # From both ends: a batch may be sorted by class, and a miner needs two of one and one of another.
         a, b = order[:count], order[-count:]
         lists = {"a": a, "b": b, "ab": [*a, *b], "abab": [*a, *b, *a, *b], "aab": [*a, *a, *b]}
@@ -239,7 +240,7 @@ class LossInspection:
 
     def _loss(self, micro: Any, *, alone: bool = False) -> float:
         """The loss; `alone`: one sample, which some losses cannot be of."""
-        (micro,) = feed([micro], self.target)
+        (micro,) = self.whole.fed([micro], self.target)
         try:
             found = float(loss_and_outputs(self.fn(micro))[0])
         except (ValueError, TypeError, IndexError, ZeroDivisionError):
@@ -248,6 +249,18 @@ class LossInspection:
             found = math.nan
         self.check()
         return found
+
+
+def _checked(advice: Mapping[str, str] | None) -> Mapping[str, str]:
+    """What warnings advise: ours, or what a framework has given in its place."""
+    if advice is None:
+        return _ADVICE
+    if not isinstance(advice, Mapping):
+        raise TypeError(f"advice must be a mapping or None, not {advice!r:.80}")
+    for name, text in advice.items():
+        if name not in _ADVICE or not isinstance(text, str):
+            raise ValueError(f"advice must hold texts for {', '.join(_ADVICE)}, not {name!r}: {text!r:.80}")
+    return {**_ADVICE, **advice}
 
 
 def _joins(read: dict[str, LossReading]) -> list[Join]:
@@ -264,10 +277,6 @@ def _joins(read: dict[str, LossReading]) -> list[Join]:
     if alone and "abab" in read:
         joins.append(Join(alone * 2, read["abab"]))
     return joins
-
-
-def _samples(piece: Piece, length: int) -> Sequence[int]:
-    return range(length)[piece.samples] if isinstance(piece.samples, slice) else piece.samples
 
 
 def _cutting(whole: Batch, begin: int, end: int) -> Callable[[], Any]:

@@ -25,19 +25,17 @@ from batchfit._engine.data_parallel.strategy import data_parallel_of
 from batchfit._engine.device.resolve import Device, check_budget, resolve_device
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.optimizer_step.step import step
-from batchfit._engine.sizing.memory_budget import MemoryBudget
-from batchfit._engine.sizing.pure.events import EventLog, MicrobatchEvent
+from batchfit._engine.sizing.memory_budget import MemoryBudget, owned_bytes
+from batchfit._engine.sizing.pure.sizes import EventLog, MicrobatchEvent
 from batchfit._engine.sizing.ragged import RaggedSizer
-from batchfit._engine.sizing.shortage import owned_bytes
 from batchfit._engine.sizing.uniform import UniformSizer
-from batchfit._microbatch.backward import BackwardCall
+from batchfit._microbatch.backward import BackwardCall, Weighing, Weight
 from batchfit._microbatch.batch_run import BatchRun
 from batchfit._microbatch.cached import CachedCall
 from batchfit._microbatch.checks import check_generators, check_models, check_options, check_ragged, where
 from batchfit._microbatch.context import MicrobatchContext
 from batchfit._microbatch.evaluate import MapCall
 from batchfit._microbatch.loss_check import LossCheck
-from batchfit._microbatch.weights import Weighing, Weight, checked_advice
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit._units import parse_bytes
 from batchfit.errors import BatchfitError
@@ -172,9 +170,7 @@ class Microbatcher:
             ranks=ranks,
             generators=generators,
         )
-        self._loss_check = LossCheck(
-            self._weighing, reduction=reduction, on_compared=compared, advice=checked_advice(advice)
-        )
+        self._loss_check = LossCheck(reduction=reduction, on_compared=compared, advice=advice)
 
     def backward(
         self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None, scaler: Any = None

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from batchfit._engine.batch.pure.pieces import balanced, pieces
 from batchfit._engine.batch.sample_count import AmbiguousBatchError
-from batchfit._engine.batch.split import Batch, joined
+from batchfit._engine.batch.split import Batch, joined, pieces
 from batchfit._engine.batch.user_split import Cutter
+from batchfit._engine.sizing.pure.sizes import balanced
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -99,9 +99,23 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=50).map(tuple))
+def test_microbatches_take_every_sample_once_and_in_order(sizes: tuple[int, ...]) -> None:
+    taken = [i for piece in pieces(sizes) for i in range(piece.samples.start, piece.samples.stop)]
+    assert taken == list(range(sum(sizes)))
+    assert tuple(piece.size for piece in pieces(sizes)) == sizes
+
+
+def test_microbatches_go_on_where_others_have_ended() -> None:
+    first, second = pieces((3, 2)), pieces((2, 1), start=5)
+    assert [one.samples for one in (*first, *second)] == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
+    assert [one.size for one in second] == [2, 1]
+    assert pieces(()) == ()
+
+
 @examples(150)
 @given(data=st.data(), n=st.integers(2, 9), at_most=st.integers(1, 9))
-def test_pieces_of_any_structure_hold_every_sample_once(data: Any, n: int, at_most: int) -> None:
+def test_microbatches_of_any_structure_hold_every_sample_once(data: Any, n: int, at_most: int) -> None:
     batch = data.draw(batches(n))
     sizes = balanced(n, at_most)
     try:
@@ -164,7 +178,7 @@ def test_containers_of_samples_are_new_too() -> None:
     assert Batch.of(batch, cutter=cutter).cut([2, 2])[1][0]["x"] is batch[2]["x"]
 
 
-def test_pieces_are_views() -> None:
+def test_microbatches_are_views() -> None:
     x = torch.arange(6)
     assert Batch.of((x, x)).cut([4, 2])[1][0].data_ptr() == x[4:].data_ptr()
 

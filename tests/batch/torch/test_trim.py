@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.batch import trim
-from batchfit._engine.batch.pure.pieces import Pack
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.trim import Trimmer, attention_without_plans, restored
 from batchfit._engine.sizing.pure.pack import SeenShapes, pack
 
@@ -55,10 +55,10 @@ def test_no_token_is_lost_whatever_the_plan(
         padded_length=trimmer.padded_length,
         shapes=SeenShapes(),
     )
-    micros = [trimmer.take(one.indices, one.length) for one in packs]
+    micros = [trimmer.take(one.samples, one.length) for one in packs]
     for micro, one in zip(micros, packs, strict=True):
-        assert micro["input_ids"].shape == (len(one.indices), one.length)
-        for row, index in enumerate(one.indices):
+        assert micro["input_ids"].shape == (one.size, one.length)
+        for row, index in enumerate(one.samples):
             kept = micro["input_ids"][row][micro["attention_mask"][row] == 1]
             assert kept.tolist() == batch["input_ids"][index][batch["attention_mask"][index] == 1].tolist()
     back = restored(micros, packs, padded_length=trimmer.padded_length, padding_side=trimmer.padding_side)
@@ -96,7 +96,7 @@ def test_gradients_equal_those_of_the_padded_batch(side: str) -> None:
     packs = pack(trimmer.lengths, most_samples=3, multiple=4, padded_length=20)
     assert len(packs) > 2
     for one in packs:
-        loss(trimmer.take(one.indices, one.length)).backward()
+        loss(trimmer.take(one.samples, one.length)).backward()
     assert (gradients() - whole).norm() <= 1e-10 * whole.norm()
 
 
@@ -257,8 +257,8 @@ def test_taking_checks_that_only_padding_is_cut() -> None:
         trimmer.take((), 3)
 
 
-def test_outputs_of_any_kind_are_put_back_in_order() -> None:
-    packs = (Pack((2, 0), 8), Pack((1,), 4))
+def test_outputs_of_any_kind_are_restored_in_order() -> None:
+    packs = (Piece((2, 0), 2, 8), Piece((1,), 1, 4))
     outputs = [
         {"pooled": torch.tensor([[2.0], [0.0]]), "texts": ["c", "a"], "cache": None},
         {"pooled": torch.tensor([[1.0]]), "texts": ["b"], "cache": None},
@@ -292,7 +292,7 @@ def cudnn_on() -> Any:
 
 
 @pytest.mark.usefixtures("cudnn_on")
-def test_plans_are_off_inside_only_and_put_back_after_an_error(
+def test_plans_are_off_inside_only_and_restored_after_an_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trim, "_told", False)

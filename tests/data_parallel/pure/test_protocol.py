@@ -269,7 +269,7 @@ def test_a_usual_vote_is_short() -> None:
     assert Vote("", 8.0, 200, (1 << 200) - 1).to_json() == {"weight": 8.0, "parameters": 200}
 
 
-def test_ranks_that_are_out_of_step_are_told_how() -> None:
+def test_ranks_that_are_out_of_step_learn_how() -> None:
     assert "different numbers of parameters ([3, 2])" in settle([Vote("", 1, 3, 7), Vote("", 1, 2, 3)]).why
     assert "inside no_sync() ([1])" in settle([Vote("", 1, 3, 7), Vote("", 1, 3, 7, syncs=False)]).why
     mixed = [Vote("", 1, 3, 7, waiting=1), Vote("", 1, 3, 7, reduced=1)]

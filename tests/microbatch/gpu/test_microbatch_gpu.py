@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from batchfit import Microbatcher
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
 from batchfit.errors import NothingFitsError
 
 pytestmark = pytest.mark.gpu
@@ -204,7 +204,7 @@ def test_dropout_of_a_retried_batch_is_that_of_a_first_try() -> None:
     assert error <= 1e-5, f"gradients differ by {error:.1e} after {report}"
 
 
-def test_evaluation_in_pieces_and_cached_representations() -> None:
+def test_evaluation_in_microbatches_and_cached_representations() -> None:
     model = Small().eval()
     batch = tokens(64, 128)
     with torch.no_grad():
@@ -351,7 +351,7 @@ def test_ragged_batches_on_the_host_wait_for_nothing_once_settled() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_ragged_evaluation_is_put_back_in_order_and_width() -> None:
+def test_ragged_evaluation_is_restored_in_order_and_width() -> None:
     model = Ragged().eval()
     batch = ragged(3)
     mask = batch["attention_mask"].bool()

@@ -56,13 +56,13 @@ def test_an_oom_on_any_rank_in_any_phase_changes_nothing(world_size: int) -> Non
     wanted = faults(world_size)
     answers = values(run_ranks(cases.run_cases, world_size=world_size, args=(wanted,), timeout_s=300))
     for at, case in enumerate(wanted):
-        told = [answer[at] for answer in answers]
-        assert all(one["same"] for one in told), case
-        assert max(one["error"] for one in told) < 1e-10, (case, told)
-        fired = [one["fired"] for one in told]
+        found = [answer[at] for answer in answers]
+        assert all(one["same"] for one in found), case
+        assert max(one["error"] for one in found) < 1e-10, (case, found)
+        fired = [one["fired"] for one in found]
         assert fired == [case["times"] * (rank in case["failing"]) for rank in range(world_size)], case
         if case["phase"] not in ("state", "step"):
-            assert all(one["retries"] >= 1 for one in told), case  # all ranks do it again
+            assert all(one["retries"] >= 1 for one in found), case  # all ranks do it again
 
 
 def test_enough_cases_are_run() -> None:
@@ -77,26 +77,26 @@ EVERY = [
 
 @pytest.mark.parametrize(("how", "every"), EVERY)
 def test_an_oom_at_every_operation_of_a_try(how: str, every: int) -> None:
-    for told in zip(
+    for found in zip(
         *values(run_ranks(cases.sweep, world_size=2, args=(how, every), timeout_s=500)), strict=True
     ):
-        assert told[0]["operations"] >= 100
-        assert sum(one["fired"] for one in told) == told[0]["tried"]
-        assert max(one["error"] for one in told) < 1e-10
+        assert found[0]["operations"] >= 100
+        assert sum(one["fired"] for one in found) == found[0]["tried"]
+        assert max(one["error"] for one in found) < 1e-10
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
-    for rank, told in enumerate(values(run_ranks(cases.run_exact, world_size=world_size, timeout_s=200))):
-        unequal = told["exact_unequal"]
+    for rank, found in enumerate(values(run_ranks(cases.run_exact, world_size=world_size, timeout_s=200))):
+        unequal = found["exact_unequal"]
         for one in (
             *unequal,
-            *told["exact_empty"][0],
-            told["exact_accumulation"],
-            *told["exact_tokens"],
-            *told["exact_options"],
-            told["exact_map"],
-            told["exact_norms"],
+            *found["exact_empty"][0],
+            found["exact_accumulation"],
+            *found["exact_tokens"],
+            *found["exact_options"],
+            found["exact_map"],
+            found["exact_norms"],
         ):
             assert one["same"], one
             assert one["error"] < 1e-10, one
@@ -105,27 +105,27 @@ def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
             [[1], [4, 3, 3, 3], [2, 2, 1], [1, 1]][rank] for _ in unequal
         ]
         assert all(one["loss"] for one in unequal)
-        empty, early, nobody, skipped, untouched = told["exact_empty"]
+        empty, early, nobody, skipped, untouched = found["exact_empty"]
         assert [one["sizes"] for one in empty] == ([[], []] if rank == 1 else [[2, 2, 1]] * 2)
         assert early[0] == "BatchfitError"
         assert "ranks [1] have no sample that counts" in early[1]
         assert "the weight of the batch is zero" in nobody[1]
         assert skipped
         assert untouched
-        assert told["exact_accumulation"]["fired"] == (rank == 0)
-        assert all(one["inputs"] < 1e-10 for one in told["exact_options"])
-        norm = told["exact_norm"]
+        assert found["exact_accumulation"]["fired"] == (rank == 0)
+        assert all(one["inputs"] < 1e-10 for one in found["exact_options"])
+        norm = found["exact_norm"]
         assert norm["buffers"]
         assert norm["random"]
         assert norm["sizes"] == ([3, 2] if rank == 0 else [4, 4, 4])
-        assert told["exact_map"]["maps"] == [True] * 4
-        assert told["exact_map"]["fired"] == (rank == 1)
-        assert told["exact_scaler"]["error"] < 1e-10
-        assert told["exact_scaler"]["scales"] == [64.0, 32.0, 32.0]
-        assert told["exact_norms"]["norm"]
-        assert told["exact_norms"]["plain"] == "Tensor"
-        assert told["exact_mixed"] is True
-        ours, plain = told["exact_count"]
+        assert found["exact_map"]["maps"] == [True] * 4
+        assert found["exact_map"]["fired"] == (rank == 1)
+        assert found["exact_scaler"]["error"] < 1e-10
+        assert found["exact_scaler"]["scales"] == [64.0, 32.0, 32.0]
+        assert found["exact_norms"]["norm"]
+        assert found["exact_norms"]["plain"] == "Tensor"
+        assert found["exact_mixed"] is True
+        ours, plain = found["exact_count"]
         assert ours == plain > 0
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_fails_for_good_makes_all_raise_and_go_on() -> None:
 
 
 @pytest.mark.parametrize("how", ["refuses", "wrong"])
-def test_where_it_cannot_be_done_again_all_ranks_stop_at_once(how: str) -> None:
+def test_where_it_cannot_be_retried_all_ranks_stop_at_once(how: str) -> None:
     for kind, text, elapsed_s in values(run_ranks(cases.unresettable, world_size=2, args=(how,))):
         assert kind == "BatchfitError"
         assert "cannot be retried" in text
@@ -149,9 +149,9 @@ def test_where_it_cannot_be_done_again_all_ranks_stop_at_once(how: str) -> None:
         assert elapsed_s < 15
 
 
-def test_where_it_cannot_be_done_again_sizes_grow_with_care() -> None:
-    told = values(run_ranks(cases.careful, world_size=2))
-    for sizes, retries in told:
+def test_where_it_cannot_be_retried_sizes_grow_with_care() -> None:
+    found = values(run_ranks(cases.careful, world_size=2))
+    for sizes, retries in found:
         assert sizes[0] == 1
         assert sizes == sorted(sizes)
         assert sizes[-1] > 8
@@ -159,7 +159,7 @@ def test_where_it_cannot_be_done_again_sizes_grow_with_care() -> None:
 
 
 def test_refused_with_the_reason() -> None:
-    for told in values(run_ranks(cases.refusals, world_size=2)):
+    for found in values(run_ranks(cases.refusals, world_size=2)):
         expected = [
             ("ValueError", "sync must be 'safe' for models under FSDP2"),
             ("BatchfitError", "under DDP or under FSDP2, not some under each"),
@@ -172,7 +172,7 @@ def test_refused_with_the_reason() -> None:
             ("BatchfitError", "set_gradient_divide_factor() must be the same"),
             ("BatchfitError", "noise is not measured under FSDP2"),
         ]
-        for (kind, text), (wanted_kind, wanted) in zip(told, expected, strict=True):
+        for (kind, text), (wanted_kind, wanted) in zip(found, expected, strict=True):
             assert kind == wanted_kind, text
             assert wanted in text
 
@@ -191,8 +191,8 @@ def test_a_rank_that_dies_or_hangs_is_named(how: str) -> None:
 
 def test_real_limits_that_differ_from_rank_to_rank() -> None:
     answers = values(run_ranks(cases.real_limits, world_size=2, timeout_s=100))
-    for told in answers:
-        for one in told:
+    for found in answers:
+        for one in found:
             assert one["same"], one
             assert one["error"] < 1e-10, one
             assert one["retries"] > 0
@@ -206,15 +206,15 @@ SOAK = [25, pytest.param(500, marks=pytest.mark.slow)]
 @pytest.mark.parametrize("steps", SOAK)
 def test_soak_is_the_run_without_faults(steps: int) -> None:
     answers = values(run_ranks(cases.soak, world_size=2, args=(steps,), timeout_s=550))
-    assert sum(told["fired"] for told in answers) > steps / 5
-    for told in answers:
-        assert told["error"] < 1e-10
-        assert told["same"]
+    assert sum(found["fired"] for found in answers) > steps / 5
+    for found in answers:
+        assert found["error"] < 1e-10
+        assert found["same"]
 
 
 @pytest.mark.slow
 def test_sizes_of_another_number_of_shards_are_learned_anew() -> None:
     learned = values(run_ranks(cases.learned_elsewhere, world_size=2, args=(None,)))[0]["state"]
     for world_size in (2, 1):
-        for told in values(run_ranks(cases.learned_elsewhere, world_size=world_size, args=(learned,))):
-            assert (told["known"], told["relearned"]) == ((True, 0) if world_size == 2 else (False, 1))
+        for found in values(run_ranks(cases.learned_elsewhere, world_size=world_size, args=(learned,))):
+            assert (found["known"], found["relearned"]) == ((True, 0) if world_size == 2 else (False, 1))

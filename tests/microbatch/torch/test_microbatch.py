@@ -25,9 +25,8 @@ from torch_private import dynamo, forward_hooks
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._engine.batch.pure.pieces import balanced
 from batchfit._engine.device.tensors import compilations
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.sizing.pure.sizes import MicrobatchEvent, balanced
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
 
@@ -541,8 +540,8 @@ def test_the_reduction_is_checked_once(
         for _ in range(2):
             mb.backward(fn, batch)
     sizes = list(balanced(18, size))
-    looks = [4, 4, 2, 2, 8, 6, 1, 1, 1, 1]  # before the first batch that is cut, and not again
-    assert calls == [*looks, *sizes, *sizes]
+    inspected = [4, 4, 2, 2, 8, 6, 1, 1, 1, 1]  # before the first batch that is cut, and not again
+    assert calls == [*inspected, *sizes, *sizes]
     told = [f"Pass reduction={returns!r}" in record.message for record in caplog.records]
     assert told == [True] * warned
 
@@ -572,7 +571,7 @@ def test_a_check_of_the_reduction_leaves_no_trace() -> None:
     assert run(True) == run(False)
 
 
-def test_batch_norm_is_told_once_refused_or_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_norm_is_reported_once_refused_or_ignored(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     batch = torch.randn(12, 3)
 
@@ -748,7 +747,7 @@ def test_a_batch_without_samples_is_refused() -> None:
         Microbatcher(nn.Linear(1, 1)).backward(lambda x: x.sum(), torch.ones(0, 1))
 
 
-def test_a_hook_that_may_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_may_step_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 1)
     model.weight.register_post_accumulate_grad_hook(lambda p: None)
     with caplog.at_level(logging.WARNING, logger="batchfit"):
@@ -805,7 +804,7 @@ class Job:
         return self.mb.backward(self.loss, torch.ones(n, length))
 
 
-def test_sizes_are_learned_and_memory_runs_out_once() -> None:
+def test_sizes_are_learned_after_one_oom() -> None:
     job = Job(1000)
     first = job.run(256)
     assert (first.retries, first.microbatch_sizes) == (2, (64,) * 4)
@@ -987,7 +986,7 @@ def test_a_compiled_model_is_exact_and_compiled_few_times() -> None:
     dynamo.reset()
 
 
-def test_a_compiled_function_is_told() -> None:
+def test_a_compiled_function_is_reported() -> None:
     from batchfit._engine.device.tensors import is_compiled
 
     model = nn.Linear(1, 1)

@@ -147,7 +147,7 @@ def test_both_forwards_of_a_cached_batch_draw_the_same_numbers() -> None:
     assert torch.allclose(*gradients, atol=1e-12)
 
 
-def test_an_error_and_a_look_at_the_loss_leave_the_generator_where_it_was() -> None:
+def test_an_error_and_an_inspection_of_the_loss_leave_the_generator_where_it_was() -> None:
     model = nn.Linear(3, 1)
     generator = torch.Generator().manual_seed(3)
 
@@ -162,7 +162,7 @@ def test_an_error_and_a_look_at_the_loss_leave_the_generator_where_it_was() -> N
     assert torch.equal(generator.get_state(), before)
 
 
-def test_generators_of_map_go_back_for_what_is_done_again() -> None:
+def test_generators_of_map_are_restored_for_what_is_retried() -> None:
     model = nn.Linear(3, 1)
     found = []
     for fails in (True, False):
@@ -174,3 +174,26 @@ def test_generators_of_map_go_back_for_what_is_done_again() -> None:
         mb = Microbatcher(model, microbatch_size=4)
         found.append(mb.map(faulty(fn, {1: "oom"}, after=True) if fails else fn, torch.ones(8, 3))[:4])
     assert torch.equal(*found)
+
+
+def test_a_proxy_of_a_generator_is_restored() -> None:
+    class Proxy:
+        """Stands for a generator, its class included, as those of wrapt do."""
+
+        __slots__ = ("_inner",)
+
+        def __init__(self, generator: np.random.RandomState) -> None:
+            self._inner = generator
+
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            return type(self._inner)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    def make(model: nn.Module) -> Any:
+        proxy = Proxy(np.random.RandomState(3))
+        return lambda x: (model(x) * proxy.random_sample()).square().mean()
+
+    assert run(make, fails=True) == run(make, fails=False)

@@ -151,7 +151,7 @@ def test_a_small_batch_is_enough(loss: Loss, count: int) -> None:
         )
 
 
-def test_a_batch_that_is_run_whole_is_not_looked_at() -> None:
+def test_a_batch_that_is_run_whole_is_not_inspected() -> None:
     torch.manual_seed(0)
     model, calls = encoder(), []
 
@@ -206,7 +206,7 @@ def test_randomness_hides_no_comparison(loss: Loss, noise: str) -> None:
             )
 
 
-def test_the_second_function_of_a_microbatcher_is_looked_at_too() -> None:
+def test_the_second_function_of_a_microbatcher_is_inspected_too() -> None:
     model, batch = encoder(), batch_of(8)
     mb = Microbatcher(model, microbatch_size=2)
 
@@ -218,7 +218,7 @@ def test_the_second_function_of_a_microbatcher_is_looked_at_too() -> None:
         train(info_nce)
 
 
-def test_a_split_of_the_users_own_is_looked_at_in_order() -> None:
+def test_a_split_of_the_users_own_is_inspected_in_order() -> None:
     model = encoder()
 
     def split(batch: Any, sizes: list[int]) -> list[Any]:
@@ -234,7 +234,7 @@ def test_a_split_of_the_users_own_is_looked_at_in_order() -> None:
     )
 
 
-def test_ragged_batches_are_looked_at() -> None:
+def test_ragged_batches_are_inspected() -> None:
     torch.manual_seed(0)
     model = nn.Linear(1, 4)
     lengths = torch.tensor([7, 2, 5, 8, 1, 3, 8, 4])
@@ -250,7 +250,7 @@ def test_ragged_batches_are_looked_at() -> None:
         Microbatcher(model, microbatch_size=1, lengths="mask").backward(compares, batch)
 
 
-def test_out_of_memory_in_the_look_means_fewer_samples() -> None:
+def test_out_of_memory_in_the_inspection_means_fewer_samples() -> None:
     torch.manual_seed(0)
     model, seen = encoder(), []
 
@@ -265,7 +265,7 @@ def test_out_of_memory_in_the_look_means_fewer_samples() -> None:
     assert max(seen) == 8
 
 
-def test_compiled_code_is_looked_at_as_it_was_written() -> None:
+def test_compiled_code_is_inspected_as_it_was_written() -> None:
     torch.manual_seed(0)
     model = encoder()
     compiled: list[int] = []
@@ -465,7 +465,7 @@ def test_a_mean_over_something_else_is_a_warning_and_no_refusal(
     assert not caplog.records
 
 
-def test_models_that_cannot_run_in_eval_mode_are_looked_at_in_training_mode() -> None:
+def test_models_that_cannot_run_in_eval_mode_are_inspected_in_training_mode() -> None:
     """As torchvision's detection models, which return no losses in eval mode."""
 
     class Detector(nn.Module):
@@ -483,7 +483,7 @@ def test_models_that_cannot_run_in_eval_mode_are_looked_at_in_training_mode() ->
     assert model.body[2].training
 
 
-def test_the_look_leaves_no_trace_and_gradients_are_exact() -> None:
+def test_the_inspection_leaves_no_trace_and_gradients_are_exact() -> None:
     torch.manual_seed(0)
     model, batch = encoder().double(), batch_of(26)
     batch = {name: one.double() if one.is_floating_point() else one for name, one in batch.items()}

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import batchfit
 from batchfit import Microbatcher, MicrobatchEvent
-from batchfit._engine.sizing.shortage import whole_sentences
+from batchfit._engine.sizing.memory_budget import whole_sentences
 from batchfit._engine.snapshot.coverage import Coverage
 from batchfit.errors import NothingFitsError
 from batchfit.testing import FakeDevice, faulty
@@ -99,21 +99,21 @@ def test_tensors_that_are_no_parameters() -> None:
 def test_the_graph_is_walked_once_for_a_function_that_is_made_anew() -> None:
     model = nn.Linear(3, 1)
     coverage = Coverage()
-    looks = []
+    checks = []
     for _ in range(3):
         fn = lambda micro: model(micro).mean()  # noqa: E731
-        looks.append(coverage.check_of([fn], list(model.parameters()), "backward"))
-        if looks[-1] is not None:
-            looks[-1]([fn(torch.ones(1, 3))])
-    assert looks[0] is not None
-    assert looks[1:] == [None, None]
+        checks.append(coverage.check_of([fn], list(model.parameters()), "backward"))
+        if checks[-1] is not None:
+            checks[-1]([fn(torch.ones(1, 3))])
+    assert checks[0] is not None
+    assert checks[1:] == [None, None]
     other = coverage.check_of([lambda micro: model(micro).sum()], list(model.parameters()), "backward")
     assert other is not None
     model.bias.requires_grad_(False)
     assert coverage.check_of([fn], [model.weight], "backward") is not None
 
 
-def test_the_same_code_with_another_module_is_looked_at_again() -> None:
+def test_the_same_code_with_another_module_is_inspected_again() -> None:
     def loss_of(net: nn.Module) -> Any:
         return lambda micro: net(micro).mean()
 
@@ -155,7 +155,7 @@ def tokens_warned(
     return [record.getMessage() for record in caplog.records if "mean over tokens" in record.getMessage()]
 
 
-def test_ignored_labels_without_a_weight_are_told_once_with_the_line_to_pass(
+def test_ignored_labels_without_a_weight_are_reported_once_with_the_line_to_pass(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (said,) = tokens_warned(caplog, [token_batch(), token_batch()])
@@ -343,7 +343,7 @@ class Numbers:
         return self.mb.backward(fn, torch.ones(n, length))
 
 
-def test_a_size_that_is_lowered_before_it_runs_out_is_an_event(
+def test_a_size_that_is_lowered_before_an_oom_is_an_event(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Numbers(1000)
@@ -401,7 +401,7 @@ def test_an_error_before_any_microbatch_is_not_laid_on_the_first() -> None:
     assert "samples" not in raised.value.__notes__[-1]
 
 
-def test_swapped_arguments_are_told_in_a_line() -> None:
+def test_swapped_arguments_are_refused_in_a_line() -> None:
     model = nn.Linear(3, 1)
     with pytest.raises(
         TypeError, match=r"fn must be a callable fn\(micro\), not a tensor of shape \(512, 3\)$"

@@ -56,7 +56,7 @@ def test_outputs_come_once_for_each_sample_in_order(n: int, size: int, fail: set
     assert not report.outputs["logits"].requires_grad
 
 
-def test_outputs_are_not_counted_twice_by_the_look_at_the_loss_or_by_retries() -> None:
+def test_outputs_are_not_counted_twice_by_the_inspection_of_the_loss_or_by_retries() -> None:
     model = nn.Linear(3, 4)
     batch = (torch.randn(64, 3), torch.arange(64))
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 import batchfit
 from batchfit import Microbatcher
 from batchfit._engine.sizing import ragged
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, count_operations, fail_at, faulty, simulated_oom
 
@@ -379,7 +379,7 @@ def test_fragmented_memory_is_tried_once_more_with_the_same_plan(monkeypatch: py
     assert [event.kind for event in job.events] == ["retry"]
 
 
-def test_allocation_retries_leave_more_room_and_are_told_once(
+def test_allocation_retries_leave_more_room_and_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(20_000, reserves=True)
@@ -528,7 +528,7 @@ def test_attention_that_plans_is_off_inside_only(monkeypatch: pytest.MonkeyPatch
     assert seen == [0]
 
 
-def test_widths_that_make_a_new_shape_each_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_widths_that_make_a_new_shape_each_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(10**6)
     with caplog.at_level(logging.INFO, logger="batchfit"):
         for width in (12, 16, 13, 13, 16):

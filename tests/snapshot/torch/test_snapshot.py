@@ -232,7 +232,7 @@ WORLDS: dict[str, Callable[[], World]] = {
 
 @pytest.mark.parametrize("warm", [0, 1, 4])
 @pytest.mark.parametrize("name", WORLDS)
-def test_everything_is_put_back_any_number_of_times(name: str, warm: int) -> None:
+def test_everything_is_restored_any_number_of_times(name: str, warm: int) -> None:
     world = seeded(WORLDS[name], warm=warm)
     before = world.fingerprint()
     snapshot = Snapshot.take(world.state)

@@ -644,7 +644,7 @@ def test_plain_state_in_lists_and_dicts() -> None:
     assert progress == {"epoch": 1, "best": None}
 
 
-def test_objects_of_the_programs_own_are_looked_into_and_those_of_libraries_bound_again() -> None:
+def test_objects_of_the_programs_own_are_walked_and_those_of_libraries_bound_again() -> None:
     model = nn.Linear(1, 1)
     config = model.config = Bag(width=3)
     stream = model.lock = threading.Thread(name="mine")
@@ -660,7 +660,7 @@ def test_objects_of_the_programs_own_are_looked_into_and_those_of_libraries_boun
     assert stream.name == "another"
 
 
-def test_an_object_that_is_declared_is_looked_into_wherever_else_it_is() -> None:
+def test_an_object_that_is_declared_is_walked_wherever_else_it_is() -> None:
     model = nn.Linear(1, 1)
     model.helper = Bag(count=1, weight=torch.ones(2))
     before = fingerprint(model)
@@ -691,7 +691,7 @@ def test_an_object_that_is_declared_is_looked_into_wherever_else_it_is() -> None
         (7, r"state\[0\] must .*, not 7 \(int\)"),
     ],
 )
-def test_what_cannot_be_put_back_is_refused_before_any_work(state: Any, message: str) -> None:
+def test_what_cannot_be_restored_is_refused_before_any_work(state: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Snapshot.take(state)
 

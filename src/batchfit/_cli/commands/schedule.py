@@ -20,7 +20,7 @@ from batchfit._cli.commands.schedule_flags import ShowSettings
 from batchfit._cli.commands.schedule_limit import ScheduleLimit
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.traced import Delivery, RenderedAnswer, deliver, wrong_flag
-from batchfit._engine.batch.pure.pieces import balanced
+from batchfit._engine.sizing.pure.sizes import balanced
 from batchfit._schedule.pure.bound import BoundPlan
 from batchfit._schedule.pure.lr_rules import LRRule
 from batchfit._schedule.pure.plan import Constant, Foreseen, Phase, phases, updates_of

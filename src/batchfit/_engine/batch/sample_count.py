@@ -15,6 +15,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -43,16 +44,15 @@ class AmbiguousBatchError(ValueError):
 
 
 @final
+@dataclass(slots=True)
 class BatchReading:
     """A batch as it was read."""
 
-    __slots__ = ("key", "leaves", "rows", "samples")
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, int]] = []  # what has a number of samples
-        self.samples: set[str] = set()  # lists and tuples with one item per sample
-        self.leaves: list[tuple[str, torch.Tensor]] = []  # `path[]` for a tensor of a sample
-        self.key: object = None  # the signature, where it was needed
+    rows: list[tuple[str, int]] = field(default_factory=list)  # what has a number of samples
+    samples: set[str] = field(default_factory=set)  # lists and tuples with one item per sample
+    leaves: list[tuple[str, torch.Tensor]] = field(default_factory=list)  # `path[]` for a tensor of a sample
+    key: object = None  # the signature, where it was needed
+    is_plain: bool = False  # a tensor, or a tuple or dict of tensors
 
     @property
     def length(self) -> int:
@@ -75,7 +75,7 @@ class BatchReader:
     def read(self, batch: Any, known_count: int | None = None) -> BatchReading:
         """The number of samples, the lists of samples and the tensors; an error names what disagrees."""
         known_count = known_count if self._count is None else counted(self._count, batch)
-        reading = _flat(batch) or _walked(batch, {})
+        reading = _walked(batch, {})
         if reading is None or not reading.agrees:  # there are lists to decide about
             key = signature(batch)
             reading = _walked(batch, self._known.get(key, {}))
@@ -119,25 +119,6 @@ def counted(count: Count, batch: Any) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or found < 0:
         raise TypeError(f"count must return a number of samples, not {found!r:.80}")
     return found
-
-
-def _flat(batch: Any) -> BatchReading | None:
-    """What most batches are, a tensor or a tuple or dict of tensors: `_walked` would read the same."""
-    parts: list[tuple[str, Any]]
-    if isinstance(batch, torch.Tensor):
-        parts = [("batch", batch)]
-    elif type(batch) is tuple:
-        parts = [(f"batch[{index}]", value) for index, value in enumerate(batch)]
-    elif type(batch) is dict:
-        parts = [(f"batch[{key!r}]", value) for key, value in batch.items()]
-    else:
-        return None
-    if not parts or not all(isinstance(value, torch.Tensor) and value.dim() for _, value in parts):
-        return None
-    reading = BatchReading()
-    reading.leaves = parts
-    reading.rows = [(path, value.size(0)) for path, value in parts]
-    return reading
 
 
 def _walked(batch: Any, roles: Roles) -> BatchReading | None:

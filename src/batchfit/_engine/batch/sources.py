@@ -8,7 +8,7 @@ Samples that are slow to read are read once (`_engine/batch/sample_cache.py`).
 In a trace, too, a dataset's samples are real. Once a trace has seen that a batch of them is made on the host,
 without models, the next ones are made beside it: to watch each operation on 50,000 samples takes minutes.
 A dataset that a framework puts around its user's may say what that user can do about samples that were not
-looked at, in `advice_on_longer`.
+measured, in `advice_on_longer`.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def _is_dataset(given: list[Any]) -> bool:
     """A list of samples, and no batch that `default_collate` made of nested ones (`[[a, b], [y, z]]`)."""
     if not given or not is_samples(given):
         return not given
-    look = _look(given)
-    return look is None or "batch" in look.samples
+    reading = _reading_of(given)
+    return reading is None or "batch" in reading.samples
 
 
-def _look(batch: Any) -> BatchReading | None:
+def _reading_of(batch: Any) -> BatchReading | None:
     """The batch as it is read to be cut; None where that is not certain."""
     try:
         return BatchReader().read(batch)
@@ -341,9 +341,11 @@ class Repeated:
     """Batches that repeat one example batch, or cut it, along the first dimension."""
 
     def __init__(self, example: Any) -> None:
-        look = _look(example)
-        found = sized(list(parts(example))) if look is None else [Part("batch", look.length, None, False)]
-        self._samples = None if look is None else look.samples
+        reading = _reading_of(example)
+        found = (
+            sized(list(parts(example))) if reading is None else [Part("batch", reading.length, None, False)]
+        )
+        self._samples = None if reading is None else reading.samples
         if not found:
             raise TypeError(
                 f"make_batch must be {_KINDS}, and this {type(example).__name__} holds no tensor with a "

@@ -4,7 +4,8 @@ Rules
 - `reading` says how many samples a batch has, and which lists hold one item per sample. Tensors, arrays, such
   lists and tensor dicts are cut along their first dimension; whatever has no samples (numbers, text, None,
   0-dim tensors) goes to every microbatch.
-- The first cut of each structure is checked: its microbatches together are the batch.
+- A plain batch (a tensor, or a tuple or dict of tensors with as many rows) is read and cut here, without a
+  walk. Of any other one the first cut of each structure is checked: its microbatches are the batch.
 - An object of a kind that is not known may have samples: a batch with one is run whole, and cutting it is an
   error. FlexAttention's BlockMask is known: its tables are cut, and its `mask_mod` gets the batch's rows.
 - Containers keep their kind and are always new: a microbatch may be emptied or rebound by who gets it. Its
@@ -17,14 +18,15 @@ import copy
 import enum
 import numbers
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from datetime import date, time, timedelta
+from itertools import accumulate
 from pathlib import PurePath
 from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.pure.pieces import Pack, Piece, Shape, pieces
+from batchfit._engine.batch.pure.pieces import Piece, Shape
 from batchfit._engine.batch.sample_count import BatchReading
 from batchfit._engine.batch.structure import (
     children,
@@ -35,6 +37,7 @@ from batchfit._engine.batch.structure import (
     rebuilt,
     rows_of,
 )
+from batchfit._engine.batch.transfer import feed
 from batchfit._engine.batch.trim import Trimmer, renewed, restored
 from batchfit._engine.batch.user_split import Cutter
 
@@ -50,6 +53,12 @@ _MASK_TABLES = tuple(
     for side in ("kv", "q")
     for what in ("num_blocks", "indices")
 )
+
+
+def pieces(sizes: Sequence[int], start: int = 0) -> tuple[Piece, ...]:
+    """A plan that cuts a batch in its own order, from the sample `start` on."""
+    ends = list(accumulate(sizes, initial=start))[1:]
+    return tuple(Piece(slice(end - size, end), size) for size, end in zip(sizes, ends, strict=True))
 
 
 def _mask_rows(mask: Any, rows: torch.Tensor) -> Any:
@@ -85,21 +94,22 @@ def _check_known(node: Any, path: str, samples: Set[str], *, trimmed: bool) -> N
 class Batch:
     """A batch, how many samples it has, its shape, and its microbatches.
 
-    >>> whole = Whole.of({"x": torch.zeros(5, 2), "scale": 0.1})
+    >>> whole = Batch.of({"x": torch.zeros(5, 2), "scale": 0.1})
     >>> [micro["x"].shape[0] for micro in whole.cut([3, 2])]
     [3, 2]
     """
 
-    __slots__ = ("_cutter", "_key", "batch", "leaves", "length", "samples", "shape", "trimmer")
+    __slots__ = ("_cutter", "_is_plain", "_key", "batch", "leaves", "length", "samples", "shape", "trimmer")
 
     def __init__(self, batch: Any, reading: BatchReading, cutter: Cutter, mode: str) -> None:
         self.batch = batch
-        self.length = reading.length
+        _, self.length = reading.rows[0]
         self.leaves = reading.leaves
         self.samples: Set[str] = reading.samples  # lists and tuples with one item per sample
         self._cutter = cutter
         self._key = reading.key
-        self.shape = _shape(reading.leaves, reading.length, mode)
+        self._is_plain = reading.is_plain
+        self.shape = _shape(reading.leaves, self.length, mode)
         self.trimmer: Trimmer | None = None  # where samples of different lengths are to be packed
 
     @classmethod
@@ -108,7 +118,9 @@ class Batch:
     ) -> Batch:
         """The batch as it is read; a `ValueError` names parts that disagree."""
         cutter = Cutter() if cutter is None else cutter
-        return cls(batch, cutter.read(batch, known_count), cutter, mode)
+        is_asked = cutter.split is not None or cutter.count is not None or known_count is not None
+        reading = None if is_asked else _plain(batch)
+        return cls(batch, cutter.read(batch, known_count) if reading is None else reading, cutter, mode)
 
     @property
     def can_take(self) -> bool:
@@ -140,19 +152,25 @@ class Batch:
         """The microbatches of a plan for what `done` has left."""
         if self._cutter.split is not None:
             return self._cutter.cut(self.batch, [piece.size for piece in (*done, *plan)])[len(done) :]
-        if len(plan) + len(done) > 1:
+        if len(plan) + len(done) > 1 and not self._is_plain:
             _check_known(self.batch, "batch", self.samples, trimmed=self.trimmer is not None)
         if self.trimmer is not None:
-            return [self.trimmer.take(piece.samples, piece.length) for piece in plan]  # type: ignore[arg-type]
+            return [self.take(piece.indices(self.length), piece.length) for piece in plan]
         parts = [_taken(self.batch, piece.samples, self) for piece in plan]
-        if len(plan) > 1 and not done:
+        if len(plan) > 1 and not done and not self._is_plain:
             sizes = [piece.size for piece in plan]
             self._cutter.check(self.batch, parts, sizes, self.samples, self._key)
         return parts
 
+    def fed(self, micros: Sequence[Any], device: torch.device | None) -> Iterable[Any]:
+        """The microbatches in turn, each on `device`."""
+        if self._is_plain and (device is None or all(leaf.device == device for _, leaf in self.leaves)):
+            return micros  # they are there
+        return feed(micros, device)
+
     def cut(self, sizes: Sequence[int]) -> list[Any]:
         """Microbatches of those sizes, in the batch's order."""
-        return self.micros(pieces(tuple(sizes)))
+        return self.micros(pieces(sizes))
 
     def joined(
         self, outputs: Sequence[Any], plan: Sequence[Piece], path: str = "output", *, is_ours: bool = False
@@ -163,9 +181,27 @@ class Batch:
         """
         if self.trimmer is None:
             return joined(outputs, [piece.size for piece in plan], path, is_ours=is_ours)
-        packs = [Pack(piece.samples, piece.length) for piece in plan]  # type: ignore[arg-type]
         width, side = self.trimmer.padded_length, self.trimmer.padding_side
-        return restored(outputs, packs, padded_length=width, padding_side=side, path=path)
+        return restored(outputs, plan, padded_length=width, padding_side=side, path=path)
+
+
+def _plain(batch: Any) -> BatchReading | None:
+    """What most batches are, a tensor or a tuple or dict of tensors, without a walk; None for any other."""
+    parts: list[tuple[str, Any]]
+    if isinstance(batch, torch.Tensor):
+        parts = [("batch", batch)]
+    elif type(batch) is tuple:
+        parts = [(f"batch[{index}]", value) for index, value in enumerate(batch)]
+    elif type(batch) is dict:
+        parts = [(f"batch[{key!r}]", value) for key, value in batch.items()]
+    else:
+        return None
+    if not parts or not all(type(value) is torch.Tensor and value.dim() for _, value in parts):
+        return None
+    rows = [(path, value.size(0)) for path, value in parts]
+    if any(count != rows[0][1] for _, count in rows):
+        return None
+    return BatchReading(rows=rows, leaves=parts, is_plain=True)
 
 
 def _shape(leaves: list[tuple[str, torch.Tensor]], length: int, mode: str) -> Shape:

@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.batch.padding import Layout, Lengths, Side, find_padding
-from batchfit._engine.batch.pure.pieces import Pack
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.structure import children, has_rows, is_array, rebuilt
 
 log = logging.getLogger("batchfit")
@@ -122,7 +122,7 @@ def check_padding(pad_keys: Any, pad_dim: Any, padding_side: Any) -> None:
 
 def restored(
     outputs: Sequence[Any],
-    packs: Sequence[Pack],
+    plan: Sequence[Piece],
     *,
     padded_length: int | None = None,
     padding_side: Side = "right",
@@ -134,9 +134,10 @@ def restored(
     `padded_length`. Where all microbatches have one length, a dimension may have that size by chance:
     it stays as long as it is.
     """
-    if len(outputs) != len(packs) or not packs:
-        raise ValueError(f"outputs must be one for each of {len(packs)} microbatches, not {len(outputs)}")
-    return _joined(outputs, packs, padded_length or max(one.length for one in packs), padding_side, path)
+    if len(outputs) != len(plan) or not plan:
+        raise ValueError(f"outputs must be one for each of {len(plan)} microbatches, not {len(outputs)}")
+    padded = padded_length or max(one.padded_shape[1] for one in plan)
+    return _joined(outputs, plan, padded, padding_side, path)
 
 
 _told = False
@@ -179,26 +180,26 @@ def _rows(rows: Any, indices: Sequence[int]) -> Any:
     return rows[list(indices)]
 
 
-def _joined(outputs: Sequence[Any], packs: Sequence[Pack], padded: int, side: Side, path: str) -> Any:
+def _joined(outputs: Sequence[Any], plan: Sequence[Piece], padded: int, side: Side, path: str) -> Any:
     first = outputs[0]
-    counts = [len(one.indices) for one in packs]
+    counts = [one.size for one in plan]
     if isinstance(first, torch.Tensor):
         for output, count in zip(outputs, counts, strict=True):
             if output.dim() == 0 or output.shape[0] != count:
                 raise TypeError(
                     f"{path} must have one row for each of {count} samples, not shape {tuple(output.shape)}"
                 )
-        return _joined_tensors(outputs, packs, padded, side, path)
+        return _joined_tensors(outputs, plan, padded, side, path)
     if is_array(first):
         tensors = [torch.from_numpy(output) for output in outputs]
-        return _joined(tensors, packs, padded, side, path).numpy()
+        return _joined(tensors, plan, padded, side, path).numpy()
     if isinstance(first, list) and all(
         len(output) == count for output, count in zip(outputs, counts, strict=True)
     ):
         placed = {
             index: item
-            for output, one in zip(outputs, packs, strict=True)
-            for index, item in zip(one.indices, output, strict=True)
+            for output, one in zip(outputs, plan, strict=True)
+            for index, item in zip(one.indices(sum(counts)), output, strict=True)
         }
         return [placed[index] for index in range(len(placed))]
     items = children(first)
@@ -213,18 +214,19 @@ def _joined(outputs: Sequence[Any], packs: Sequence[Pack], padded: int, side: Si
     return rebuilt(
         first,
         [
-            _joined([column[at] for column in columns], packs, padded, side, path + label)
+            _joined([column[at] for column in columns], plan, padded, side, path + label)
             for at, (label, _) in enumerate(items)
         ],
     )
 
 
 def _joined_tensors(
-    outputs: Sequence[torch.Tensor], packs: Sequence[Pack], padded: int, side: Side, path: str
+    outputs: Sequence[torch.Tensor], plan: Sequence[Piece], padded: int, side: Side, path: str
 ) -> torch.Tensor:
     """All rows in one new tensor: each output is copied once."""
     first = outputs[0]
-    shape = [sum(len(one.indices) for one in packs), *first.shape[1:]]
+    total = sum(one.size for one in plan)
+    shape = [total, *first.shape[1:]]
     grown = [
         dim
         for dim in range(1, first.dim())
@@ -232,16 +234,16 @@ def _joined_tensors(
     ]
     for dim in grown:
         lengths = [tuple(output.shape[dim : dim + 1]) for output in outputs]
-        if lengths != [(one.length,) for one in packs]:
+        if lengths != [(one.length,) for one in plan]:
             raise ValueError(
                 f"{path} must have one shape, or that of the microbatch: dimension {dim} differs"
             )
         shape[dim] = padded
     out = first.new_zeros(shape) if grown else first.new_empty(shape)
-    for output, one in zip(outputs, packs, strict=True):
-        rows = torch.tensor(one.indices, device=out.device)
-        target = out
+    for output, one in zip(outputs, plan, strict=True):
+        rows = torch.tensor(one.indices(total), device=out.device)
+        target, length = out, one.padded_shape[1]
         for dim in grown:
-            target = target.narrow(dim, padded - one.length if side == "left" else 0, one.length)
+            target = target.narrow(dim, padded - length if side == "left" else 0, length)
         target.index_copy_(0, rows, output)
     return out

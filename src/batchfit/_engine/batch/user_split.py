@@ -47,7 +47,7 @@ class Cutter:
 
     def __init__(self, split: Split | None = None, count: Count | None = None) -> None:
         self.split = split
-        self._count = count
+        self.count = count
         self._reader = BatchReader(None if split is not None else count)
         self._rules: dict[object, _CountRule] = {}
         self._checked: set[object] = set()
@@ -90,8 +90,8 @@ class Cutter:
         return parts
 
     def _length(self, batch: Any) -> int:
-        if self._count is not None:
-            return counted(self._count, batch)
+        if self.count is not None:
+            return counted(self.count, batch)
         key = signature(batch)
         rule = self._rules.get(key)
         found = None if rule is None else _measured(batch, rule)
@@ -130,8 +130,8 @@ class Cutter:
 
     def _check_counts(self, batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
         """Each microbatch has as many samples as were asked for."""
-        if self._count is not None:
-            counts = [counted(self._count, part) for part in parts]
+        if self.count is not None:
+            counts = [counted(self.count, part) for part in parts]
         elif _is_own(batch) and all(hasattr(part, "__len__") for part in parts):
             counts = [len(part) for part in parts]
         elif _is_own(batch):
@@ -149,7 +149,7 @@ class Cutter:
         if counts != list(sizes):
             raise ValueError(
                 f"split must return microbatches of {list(sizes)} samples, not of {counts}. {_PASS_COUNT}"
-                if self._count is None
+                if self.count is None
                 else f"split must return microbatches of {list(sizes)} samples, and count says {counts}"
             )
 

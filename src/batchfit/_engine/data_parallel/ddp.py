@@ -27,13 +27,14 @@ from batchfit._engine.data_parallel.all_reduce import Reduction
 from batchfit._engine.data_parallel.ddp_models import Wrapped
 from batchfit._engine.data_parallel.interface import BatchWork, Collectives, Outcome
 from batchfit._engine.data_parallel.pure.protocol import Settled, Vote, settle, settle_zeros, steps_differ
+from batchfit._engine.data_parallel.rank_errors import give_up, in_collectives
 from batchfit._engine.data_parallel.single import SINGLE_PROCESS, SingleProcessBatch
 from batchfit._engine.data_parallel.step_vote import STEP, RankStep
 from batchfit._engine.data_parallel.steps_taken import StepsTaken, digest
 from batchfit._engine.device import oom
 from batchfit._engine.device.oom import run_twice
 from batchfit._engine.device.resolve import Device
-from batchfit._engine.distributed.collectives import begun_since, counts, is_lost_connection
+from batchfit._engine.distributed.collectives import begun_since, counts
 from batchfit._engine.distributed.ranks import Ranks, broken
 from batchfit._engine.snapshot.batch_undo import BatchUndo
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError, RanksDisagreeError
@@ -262,8 +263,7 @@ class DdpBatch:
         An error here is one of all ranks: this rank reports it, or finds out which rank has left.
         """
         self._voted = True
-        ranks = self._all.ranks
-        try:
+        with in_collectives(self._all.ranks):
             with self._all.wrapped.must_be_called():
                 failure = work.run_once()
                 if failure is not None:
@@ -273,31 +273,16 @@ class DdpBatch:
                         f"({failure.message})"
                     )
             self._all.wrapped.rebuild_buckets()
-        except Exception as error:
-            if is_lost_connection(error):
-                raise broken(ranks, error) from error
-            ranks.leave(f"{type(error).__name__}: {error}"[:500])
-            raise
-        except BaseException as error:
-            ranks.leave(type(error).__name__)
-            raise
 
     def give_up(self, error: BaseException) -> None:
-        """This rank raises: report it to the other ranks, so that no rank waits for this one."""
-        text = f"{type(error).__name__}: {error}"[:500].rstrip(": ")
-        if not isinstance(error, Exception):  # Ctrl-C comes at any time, also while this rank waits in a vote
-            self._all.ranks.leave(text)
-            return
-        if self._voted:
-            return
-        try:
-            if self._asks and not self._asked:
-                self._ask_how(text, 0.0)
-            else:
-                self._vote(Vote(error=text))
-        except BatchfitError as other:
-            if not isinstance(other, RankFailedError):
-                error.add_note(f"batchfit: the other ranks could not be informed: {other}")
+        """This rank raises: report it to the other ranks."""
+        give_up(self._all.ranks, error, None if self._voted else self._vote_error)
+
+    def _vote_error(self, text: str) -> None:
+        if self._asks and not self._asked:
+            self._ask_how(text, 0.0)
+        else:
+            self._vote(Vote(error=text))
 
     def _own_vote(self, work: BatchWork) -> Vote:
         leaves, new, waiting, reduced = work.shared_leaves, 0, 0, 0

@@ -31,6 +31,7 @@ from batchfit._engine.data_parallel.fsdp_batch import FsdpPass
 from batchfit._engine.data_parallel.fsdp_models import Shards
 from batchfit._engine.data_parallel.interface import BatchWork, Collectives, Outcome
 from batchfit._engine.data_parallel.pure.protocol import InStep, Offer, PassVote, settle_offers, settle_pass
+from batchfit._engine.data_parallel.rank_errors import give_up, in_collectives
 from batchfit._engine.data_parallel.step_vote import RankStep
 from batchfit._engine.device import readings
 from batchfit._engine.device.oom import Failure, run_guarded, run_twice
@@ -45,7 +46,7 @@ from batchfit._engine.distributed.collectives import (
     is_lost_connection,
     recording,
 )
-from batchfit._engine.distributed.ranks import Ranks, broken
+from batchfit._engine.distributed.ranks import Ranks
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
 
 _BATCH: Final = "the microbatches of a sharded model"
@@ -209,7 +210,7 @@ class FsdpBatch:
         """Record the collectives of a microbatch, with one sample. An error here cannot be retried."""
         before = counts()
         calls: list[Sent] = []
-        with self._reporting():
+        with in_collectives(self._all.ranks):
             self._all.models.reshard()
             (micro,) = feed([self._all.spares[work.key]], work.device)
             with recording() as calls:
@@ -247,7 +248,7 @@ class FsdpBatch:
         sends, before = self._all.sends[work.key], counts()
         failure: Failure | None = None
         kept: Exception | None = None
-        with self._reporting():
+        with in_collectives(self._all.ranks):
             try:
                 if work.sized is None:
                     failure = run_guarded(run, device=self._device, last=True, note=lambda: _FILLING)
@@ -308,37 +309,10 @@ class FsdpBatch:
         else:
             work.sized.shrink(failure, at)
 
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Inside, others may wait for this rank in a collective: an error makes this rank leave.
-
-        Where the connection is lost, the error names the rank that has left.
-        """
-        ranks = self._all.ranks
-        try:
-            yield
-        except Exception as error:
-            if is_lost_connection(error):
-                raise broken(ranks, error) from error
-            ranks.leave(f"{type(error).__name__}: {error}"[:500])
-            raise
-        except BaseException as error:
-            ranks.leave(type(error).__name__)
-            raise
-
     def give_up(self, error: BaseException) -> None:
-        """This rank raises: report it to the other ranks, so that no rank waits for this one."""
-        text = f"{type(error).__name__}: {error}"[:500].rstrip(": ")
-        if not isinstance(error, Exception):  # Ctrl-C comes at any time, also while this rank waits in a vote
-            self._all.ranks.leave(text)
-            return
-        if not self._awaited:
-            return
-        try:
-            self._agree(Offer(error=text))
-        except BatchfitError as other:
-            if not isinstance(other, RankFailedError):
-                error.add_note(f"batchfit: the other ranks could not be informed: {other}")
+        """This rank raises: report it to the other ranks."""
+        vote = (lambda text: self._agree(Offer(error=text))) if self._awaited else None
+        give_up(self._all.ranks, error, vote)
 
 
 def _send_zeros(sends: StepSends, count: int, begun: dict[str, int]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from batchfit._engine.data_parallel.pure.protocol import StepVote
+from batchfit._engine.data_parallel.rank_errors import give_up, text_of
 from batchfit._engine.data_parallel.steps_taken import StepsTaken
 from batchfit._engine.distributed.consensus import name_of
 from batchfit._engine.distributed.ranks import Ranks
@@ -94,13 +95,9 @@ class RankStep:
 
     def _give_up(self, error: BaseException) -> None:
         """This rank raises: report it to the others."""
-        text = f"{type(error).__name__}: {error}"[:500]
-        if self._phase == "moving" or not isinstance(error, Exception):
-            self._ranks.leave(text)
+        if self._phase == "moving":
+            self._ranks.leave(text_of(error))
             return
-        if self._phase == "over":
-            return
-        try:
-            self.vote(StepVote(text, isinstance(error, torch.OutOfMemoryError)))
-        except BatchfitError as other:
-            error.add_note(f"batchfit: the other ranks could not be informed: {other}")
+        is_oom = isinstance(error, torch.OutOfMemoryError)
+        vote = (lambda text: self.vote(StepVote(text, is_oom))) if self._phase == "before" else None
+        give_up(self._ranks, error, vote)

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, final
 
 from batchfit._engine.batch.padding import Layout, Lengths, Side
-from batchfit._engine.batch.pure.pieces import Pack, PaddedShape, Piece
+from batchfit._engine.batch.pure.pieces import PaddedShape, Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import Trimmer
 from batchfit._engine.device import readings
@@ -31,9 +31,9 @@ from batchfit._engine.device.oom import Failure, run_guarded, run_twice
 from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.sizing.interface import Pass, PassWatch
 from batchfit._engine.sizing.memory_budget import MemoryBudget
-from batchfit._engine.sizing.pure.events import EventLog
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
 from batchfit._engine.sizing.pure.pack import MULTIPLE, SeenShapes, pack
+from batchfit._engine.sizing.pure.sizes import EventLog
 from batchfit._engine.sizing.uniform import BEFORE_FIRST, counted
 
 log = logging.getLogger("batchfit")
@@ -112,7 +112,7 @@ class RaggedSizer:
         shapes: SeenShapes,
         memory: MemoryModel,
         budget: float | None,
-    ) -> tuple[Pack, ...]:
+    ) -> tuple[Piece, ...]:
         """Pack samples of these lengths; `budget` None: no limit is known."""
         return pack(
             lengths,
@@ -226,7 +226,7 @@ class RaggedBatch:
         peak, after = readings.peak(device), readings.read(device).held_bytes
         if peak is None or after is None:
             return
-        known, extent = self.known, _extent(self.planned[index])
+        known, extent = self.known, self.planned[index].padded_shape
         if self.trains and after - held > _STAYING_SHARE * (peak - held) and len(self.planned) > 1:
             if extent not in known.unclear:
                 known.unclear.add(extent)  # perhaps it runs later in the next batch
@@ -239,7 +239,8 @@ class RaggedBatch:
     def _is_read(self, index: int) -> bool:
         memory = self.known.memory
         return (
-            bool(memory.failures or memory.setbacks) or _extent(self.planned[index]) not in self.known.peaks
+            bool(memory.failures or memory.setbacks)
+            or self.planned[index].padded_shape not in self.known.peaks
         )
 
     def plan(self, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
@@ -247,8 +248,9 @@ class RaggedBatch:
             return self.planned
         trimmer, known = self.whole.trimmer, self.known
         assert trimmer is not None
-        over = {sample for piece in done for sample in piece.samples}  # type: ignore[union-attr]
-        rest = [sample for sample in range(len(trimmer.lengths)) if sample not in over]
+        count = self.whole.length
+        over = {sample for piece in done for sample in piece.indices(count)}
+        rest = [sample for sample in range(count) if sample not in over]
         memory, budget = self.memory_model()
         packs = self.sizer.packed(
             [trimmer.lengths[sample] for sample in rest],
@@ -262,7 +264,7 @@ class RaggedBatch:
         if self.trains and len(packs) > 1:
             packs = (packs[-1], *packs[:-1])
         self.planned = tuple(
-            Piece(tuple(rest[at] for at in one.indices), len(one.indices), one.length) for one in packs
+            one._replace(samples=tuple(rest[at] for at in one.indices(len(rest)))) for one in packs
         )
         return self.planned
 
@@ -282,7 +284,7 @@ class RaggedBatch:
         return replace(memory, held_bytes=float(held)), budget
 
     def is_proven(self) -> bool:
-        return set(self.known.shapes.seen).issuperset(map(_extent, self.planned))
+        return set(self.known.shapes.seen).issuperset(piece.padded_shape for piece in self.planned)
 
     def limited(self) -> AbstractContextManager[None]:
         return nullcontext() if self.is_proven() else self.sizer.memory.enforced(self.whole)
@@ -305,7 +307,7 @@ class RaggedBatch:
         if self.held_bytes is not None:
             memory.limit(fresh=True)
         piece = self.planned[at]
-        size, length = _extent(piece)
+        size, length = piece.padded_shape
         report = partial(
             self.sizer.events.report, shape=self.whole.shape.key, peak_bytes=known.peaks.get((size, length))
         )
@@ -329,30 +331,28 @@ class RaggedBatch:
 
     def finish(self, plan: Sequence[Piece]) -> None:
         known = self.known
-        known.shapes = known.shapes.ran(Pack(piece.samples, piece.length or 1) for piece in plan)  # type: ignore[arg-type]
-        peaks = [known.peaks[extent] for extent in map(_extent, plan) if extent in known.peaks]
+        known.shapes = known.shapes.ran(plan)
+        peaks = [
+            known.peaks[extent] for extent in (piece.padded_shape for piece in plan) if extent in known.peaks
+        ]
         self.peak_bytes = max(peaks, default=None)
         self.sizer.memory.after_batch = partial(self.sizer.learn_retries, known)
 
 
-def _extent(piece: Piece) -> PaddedShape:
-    return piece.size, piece.length or 1
-
-
-def _of_two_lengths(packs: tuple[Pack, ...], done: Sequence[int], padded: int) -> tuple[Pack, ...]:
+def _of_two_lengths(packs: tuple[Piece, ...], done: Sequence[int], padded: int) -> tuple[Piece, ...]:
     """At least two lengths, or none that is trimmed: otherwise padded dimensions do not show."""
-    lengths = {*done, *(one.length for one in packs)}
+    lengths = {*done, *(one.padded_shape[1] for one in packs)}
     if not packs or len(lengths) > 1 or padded in lengths:
         return packs
     *others, last = packs
-    length = min(padded, last.length + MULTIPLE) if others or done else padded
-    return (*others, Pack(last.indices, length))
+    length = min(padded, last.padded_shape[1] + MULTIPLE) if others or done else padded
+    return (*others, last._replace(length=length))
 
 
 def _shortest(whole: Batch, piece: Piece) -> int:
     """The least that these samples can be trimmed to."""
     assert whole.trimmer is not None
-    own = max(whole.trimmer.lengths[sample] for sample in piece.samples)  # type: ignore[union-attr]
+    own = max(whole.trimmer.lengths[sample] for sample in piece.indices(whole.length))
     return min(whole.trimmer.padded_length, -(-max(own, 1) // MULTIPLE) * MULTIPLE)
 
 

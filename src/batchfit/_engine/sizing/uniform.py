@@ -16,16 +16,15 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.pure.pieces import Piece, Shape, balanced, equal, pieces
-from batchfit._engine.batch.split import Batch
+from batchfit._engine.batch.pure.pieces import Piece, Shape
+from batchfit._engine.batch.split import Batch, pieces
 from batchfit._engine.device import readings
 from batchfit._engine.device.oom import Failure, run_guarded
 from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.device.tensors import compilations, recompile_limit
 from batchfit._engine.sizing.interface import Pass
 from batchfit._engine.sizing.memory_budget import MemoryBudget
-from batchfit._engine.sizing.pure.bounds import Bounds, Learned
-from batchfit._engine.sizing.pure.events import EventKind, EventLog
+from batchfit._engine.sizing.pure.sizes import Bounds, EventKind, EventLog, Learned, balanced, equal
 
 log = logging.getLogger("batchfit")
 

@@ -74,11 +74,10 @@ def generators_held(fns: Iterable[Any]) -> list[object]:
     waiting: list[tuple[Any, int]] = [(fn, 0) for fn in fns]
     while waiting:
         value, depth = waiting.pop()
-        kind = type(value)
-        if issubclass(kind, _NO_GENERATORS) or id(value) in seen:
+        if issubclass(type(value), _NO_GENERATORS) or id(value) in seen:
             continue
         seen.add(id(value))
-        if rng.is_generator_type(kind):
+        if rng.is_generator(value):
             found[id(value)] = value
         elif depth < _DEEPEST:
             waiting += [(one, depth + 1) for one in _within(value)]

@@ -31,15 +31,11 @@ def global_states() -> list[tuple[str, Undo]]:
 
 
 def is_generator(value: object) -> bool:
-    """Whether `undo_generator` knows it: one of torch's, NumPy's or Python's that is an object of its own."""
-    return is_generator_type(type(value))
+    """Whether `undo_generator` knows it: one of torch's, NumPy's or Python's, or a proxy that stands for one.
 
-
-def is_generator_type(kind: type) -> bool:
-    """Whether objects of this type are generators that `undo_generator` knows.
-
-    By type, since `isinstance` of torch's classes runs Python code: a batch asks for dozens of values.
+    By class, since `isinstance` of torch's classes runs Python code: a batch asks for dozens of values.
     """
+    kind: type = value.__class__
     if issubclass(kind, torch.Generator):
         return True
     if issubclass(kind, random.Random):

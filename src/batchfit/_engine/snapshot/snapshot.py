@@ -110,12 +110,12 @@ class Snapshot:
     It holds the objects that it was given, and no tensor of theirs.
     """
 
-    __slots__ = ("_generators", "_memory", "_modules", "_roots", "_tensors")
+    __slots__ = ("_generators", "_memory", "_parallel", "_roots", "_tensors")
 
     def __init__(self, roots: list[Node], taking: _Taking, generators: list[tuple[str, rng.Undo]]) -> None:
         self._roots = roots
         self._tensors = taking.tensors
-        self._modules = taking.modules
+        self._parallel = taking.parallel
         self._memory = taking.memory
         self._generators = generators
 
@@ -159,7 +159,7 @@ class Snapshot:
         for device in self._memory.devices:
             with restoring.part(str(device)):
                 synchronize(device)
-        for path, module in self._modules:
+        for path, module in self._parallel:
             with restoring.part(path):
                 parallel.settle(module, cut_off=cut_off)
         for node in self._tensors:
@@ -191,7 +191,7 @@ class _Taking:
     def __init__(self) -> None:
         self.memory = HostMemory()
         self.tensors: list[TensorNode] = []
-        self.modules: list[tuple[str, nn.Module]] = []
+        self.parallel: list[tuple[str, nn.Module]] = []  # perhaps: FSDP wraps modules in place
         self._nodes: dict[int, Node] = {}
         self._alive: list[object] = []  # what `_nodes` knows by address must not die during the walk
 
@@ -319,9 +319,9 @@ class _Taking:
                     hold=_HELD.get(name, 0) if hooked else 0,
                     deep=name in _DEEP and isinstance(obj, Optimizer | LRScheduler),
                 )
-        if isinstance(obj, nn.Module):
+        if wrapper or (isinstance(obj, nn.Module) and "torch.distributed.fsdp" in sys.modules):
             parallel.check(obj, path)
-            self.modules.append((path, obj))
+            self.parallel.append((path, obj))
         if isinstance(obj, torch.jit.ScriptModule):
             for name, tensor in (*obj.named_parameters(), *obj.named_buffers()):
                 self.capture(tensor, f"{path}.{name}")  # no Python attributes: written in place

@@ -1,10 +1,10 @@
-"""How a batch is cut into microbatches: sizes that add up, and which samples each one holds."""
+"""The words of a plan: which samples a microbatch holds, and the shape that decides about its memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple, final
+from typing import NamedTuple
+
+PaddedShape = tuple[int, int]  # (samples, padded length)
 
 
 class Piece(NamedTuple):
@@ -14,6 +14,14 @@ class Piece(NamedTuple):
     size: int
     length: int | None = None
 
+    @property
+    def padded_shape(self) -> PaddedShape:
+        return self.size, self.length or 1
+
+    def indices(self, total: int) -> range | tuple[int, ...]:
+        """The samples by their numbers, of a batch of `total`."""
+        return range(total)[self.samples] if isinstance(self.samples, slice) else self.samples
+
 
 class Shape(NamedTuple):
     """What decides how much memory a sample takes."""
@@ -21,52 +29,3 @@ class Shape(NamedTuple):
     key: str
     family: str  # the same for shapes that differ in their extents only
     elements: int  # of one sample
-
-
-def balanced(total: int, at_most: int) -> tuple[int, ...]:
-    """Near-equal sizes of at most `at_most` that add up to `total`, the larger ones first.
-
-    >>> balanced(17, 16)
-    (9, 8)
-    """
-    count = -(-total // at_most)
-    small, larger = divmod(total, count)
-    return (small + 1,) * larger + (small,) * (count - larger)
-
-
-def equal(total: int, at_most: int) -> tuple[int, ...]:
-    """Sizes of exactly `at_most`, and one remainder.
-
-    >>> equal(17, 8)
-    (8, 8, 1)
-    """
-    whole, rest = divmod(total, at_most)
-    return (at_most,) * whole + ((rest,) if rest else ())
-
-
-def rung(size: int) -> int:
-    """The largest power of two that is no larger."""
-    return 1 << (size.bit_length() - 1)
-
-
-def pieces(sizes: tuple[int, ...], start: int = 0) -> tuple[Piece, ...]:
-    """A plan that cuts a batch in its own order, from the sample `start` on."""
-    ends = accumulate(sizes, initial=start)
-    next(ends)
-    return tuple(Piece(slice(end - size, end), size) for size, end in zip(sizes, ends, strict=True))
-
-
-PaddedShape = tuple[int, int]  # (samples, padded length)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """One microbatch: which samples, and the length that they are trimmed to."""
-
-    indices: tuple[int, ...]
-    length: int
-
-    @property
-    def shape(self) -> PaddedShape:
-        return len(self.indices), self.length

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from batchfit._engine.batch.pure.pieces import Pack, PaddedShape
+from batchfit._engine.batch.pure.pieces import PaddedShape, Piece
 
 # Lengths are rounded up to this: kernels work in tiles of 64; finer steps cost more shapes than they save.
 MULTIPLE: Final = 64
@@ -32,8 +32,6 @@ REMEMBERED: Final = 1024
 _PATIENCE: Final = 50
 # What is run where nothing is known, in launches: less is slower, and the shapes of the first batch stay.
 _UNKNOWN: Final = 2.0
-# What one shape too many counts as, in launches: so much that it is made only where nothing else serves.
-_FORBIDDEN: Final = 64.0
 
 
 @final
@@ -74,11 +72,11 @@ class SeenShapes:
     seen: tuple[PaddedShape, ...] = ()
     batches: int = 0
 
-    def ran(self, packs: Iterable[Pack]) -> SeenShapes:
+    def ran(self, packs: Iterable[Piece]) -> SeenShapes:
         """With the shapes of one more batch."""
         seen = dict.fromkeys(self.seen)
         for one in packs:
-            seen.setdefault(one.shape)
+            seen.setdefault(one.padded_shape)
         return SeenShapes(tuple(seen)[-REMEMBERED:], self.batches + 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,22 +109,20 @@ def pack(
     multiple: int = MULTIPLE,
     padded_length: int | None = None,
     shapes: SeenShapes | None = None,
-    max_shapes: int | None = None,
     costs: Costs | None = None,
-) -> tuple[Pack, ...]:
+) -> tuple[Piece, ...]:
     """Microbatches for samples of these lengths, the longest first.
 
     `most_samples` is how many samples fit (None: any number), or a function of the padded length that says
     so; where it returns None, nothing is known yet, and no more is run than two launches are worth. Less
     than one counts as one. No more than `at_most` samples are taken, however many fit. `padded_length` is
-    what the batch is padded to (its longest sample, where not given), `shapes` what has run before, and
-    `max_shapes` how many shapes there should ever be.
+    what the batch is padded to (its longest sample, where not given), `shapes` what has run before.
 
-    >>> [(one.indices, one.length) for one in pack([500, 60, 30, 490], most_samples=2, multiple=64)]
+    >>> [(one.samples, one.length) for one in pack([500, 60, 30, 490], most_samples=2, multiple=64)]
     [((0, 3), 500), ((1, 2), 64)]
     """
     lengths = tuple(lengths)
-    limit = _checked(lengths, multiple, padded_length, max_shapes, at_most)
+    limit = _checked(lengths, multiple, padded_length, at_most)
     if not lengths:
         return ()
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -140,46 +136,15 @@ def pack(
     known = {shape for shape in useful if shape[0] <= most[shape[1]]}
     costs = Costs.usual(max(lengths), capacity) if costs is None else costs
     fee = costs.new_shape / (1 + shapes.batches / _PATIENCE)
-    dearest = _FORBIDDEN * max(costs.launch, costs.new_shape, 1.0)
-    left = math.inf if max_shapes is None else max(0, max_shapes - len(shapes.seen))
-    best = _cheapest_path(grid, most, known, fee if left else dearest, costs)
-    while len(set(best) - known) > left:
-        fewer = _fewer_shapes(best, grid, most, known, dearest, costs)
-        if fewer is None:
-            break
-        best = fewer
     packs, start = [], 0
-    for count, length in best:
-        packs.append(Pack(tuple(order[start : start + count]), length))
+    for count, length in _cheapest_path(grid, most, known, fee, costs):
+        packs.append(Piece(tuple(order[start : start + count]), count, length))
         start += count
     return tuple(packs)
 
 
-def useful_share(lengths: Sequence[int], packs: Iterable[Pack]) -> float:
-    """The elements of the samples over the elements of the microbatches."""
-    padded = sum(len(one.indices) * one.length for one in packs)
-    return sum(lengths) / padded if padded else 1.0
-
-
 def _run_cost(shape: PaddedShape, costs: Costs) -> float:
     return max(costs.launch, costs.each + shape[0] * shape[1])
-
-
-def _fewer_shapes(
-    path: Sequence[PaddedShape],
-    grid: Sequence[int],
-    most: Mapping[int, float],
-    known: set[PaddedShape],
-    fee: float,
-    costs: Costs,
-) -> list[PaddedShape] | None:
-    """A path with fewer new shapes, which does without one of those of `path`; None where there is none."""
-    fresh = set(path) - known
-    for shape in sorted(fresh, key=lambda one: (path.count(one) * one[0] * one[1], one)):
-        found = _cheapest_path(grid, most, known | fresh - {shape}, fee, costs)
-        if len(set(found) - known) < len(fresh):
-            return found
-    return None
 
 
 def _cheapest_path(
@@ -253,7 +218,6 @@ def _checked(
     lengths: tuple[int, ...],
     multiple: int,
     padded: int | None,
-    max_shapes: int | None,
     at_most: int | None,
 ) -> int:
     """The arguments make sense; the length that nothing may exceed."""
@@ -262,7 +226,6 @@ def _checked(
     for name, value in (
         ("multiple", multiple),
         ("padded_length", padded),
-        ("max_shapes", max_shapes),
         ("at_most", at_most),
     ):
         if value is not None and value < 1:

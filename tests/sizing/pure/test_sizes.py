@@ -10,15 +10,24 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._engine.batch.pure.pieces import Shape, balanced, equal, pieces, rung
-from batchfit._engine.sizing.pure.bounds import MOST_READINGS, MOST_SHAPES, PATIENCE, Bounds, Learned
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.batch.pure.pieces import Shape
+from batchfit._engine.sizing.pure.sizes import (
+    MOST_READINGS,
+    MOST_SHAPES,
+    PATIENCE,
+    Bounds,
+    Learned,
+    MicrobatchEvent,
+    balanced,
+    equal,
+    rung,
+)
 
 SHAPE = Shape("x(8)", "x", 8)
 
 
 @given(total=st.integers(1, 5000), at_most=st.integers(1, 6000))
-def test_balanced_pieces_are_few_and_near_equal(total: int, at_most: int) -> None:
+def test_balanced_sizes_are_few_and_near_equal(total: int, at_most: int) -> None:
     sizes = balanced(total, at_most)
     assert sum(sizes) == total
     assert 1 <= min(sizes) <= max(sizes) <= at_most
@@ -28,7 +37,7 @@ def test_balanced_pieces_are_few_and_near_equal(total: int, at_most: int) -> Non
 
 
 @given(total=st.integers(1, 5000), at_most=st.integers(1, 6000))
-def test_equal_pieces_have_one_size_and_a_remainder(total: int, at_most: int) -> None:
+def test_equal_sizes_are_one_and_a_remainder(total: int, at_most: int) -> None:
     sizes = equal(total, at_most)
     assert sum(sizes) == total
     assert set(sizes[:-1]) <= {at_most}
@@ -38,13 +47,6 @@ def test_equal_pieces_have_one_size_and_a_remainder(total: int, at_most: int) ->
 @pytest.mark.parametrize(("size", "largest"), [(1, 1), (2, 2), (3, 2), (64, 64), (100, 64)])
 def test_rungs_are_powers_of_two(size: int, largest: int) -> None:
     assert rung(size) == largest
-
-
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=50).map(tuple))
-def test_pieces_take_every_sample_once_and_in_order(sizes: tuple[int, ...]) -> None:
-    taken = [i for piece in pieces(sizes) for i in range(piece.samples.start, piece.samples.stop)]
-    assert taken == list(range(sum(sizes)))
-    assert tuple(piece.size for piece in pieces(sizes)) == sizes
 
 
 class Memory:
@@ -84,7 +86,7 @@ class Memory:
 
 @examples(150)
 @given(most=st.integers(1, 300), total=st.integers(1, 300), compiled=st.booleans())
-def test_the_fewest_pieces_are_found_without_any_reading(most: int, total: int, compiled: bool) -> None:
+def test_the_fewest_microbatches_are_found_without_any_reading(most: int, total: int, compiled: bool) -> None:
     memory, learned = Memory(most), Learned()
     _, tries = memory.batch(learned, total, compiled=compiled)
     assert tries <= math.ceil(math.log2(total)) + 1
@@ -103,7 +105,7 @@ def test_the_fewest_pieces_are_found_without_any_reading(most: int, total: int, 
     totals=st.lists(st.integers(1, 400), min_size=30, max_size=60),
     fixed=st.integers(0, 5000),
 )
-def test_with_readings_memory_runs_out_in_the_first_large_batch_only(
+def test_with_readings_only_the_first_large_batch_has_an_oom(
     most: int, totals: list[int], fixed: int
 ) -> None:
     memory, learned = Memory(most, fixed=fixed, reads=True), Learned()
@@ -137,7 +139,7 @@ def test_each_failed_growth_doubles_the_wait() -> None:
     assert waits[:3] == [PATIENCE, 2 * PATIENCE, 16 * 4 * PATIENCE]
 
 
-def test_a_size_that_ran_is_left_when_it_runs_out_later() -> None:
+def test_a_size_that_ran_is_left_after_a_later_oom() -> None:
     bounds = Bounds().ran(64, 64, used_bytes=640).after_oom(64, 64)
     assert (bounds.size, bounds.good, bounds.bad) == (32, 0, 64)
     assert bounds.readings == ()
@@ -160,7 +162,7 @@ def test_allocation_retries_lower_the_size_only_when_they_come_twice_in_a_row() 
     assert Bounds().ran(1, 8).thrashed(1, 8).thrashed(1, 8).next_size(8, None) >= 1
 
 
-def test_less_memory_than_last_time_cuts_before_it_runs_out() -> None:
+def test_less_memory_than_last_time_cuts_before_an_oom() -> None:
     bounds = Bounds().ran(32, 64, used_bytes=320 + 50).ran(64, 64, used_bytes=640 + 50)
     assert bounds.next_size(64, 700) == 64
     smaller = bounds.next_size(64, 400)  # an optimizer has got its state since
@@ -168,7 +170,7 @@ def test_less_memory_than_last_time_cuts_before_it_runs_out() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_longer_batch_is_cut_smaller_before_it_runs_out(reads: bool) -> None:
+def test_a_longer_batch_is_cut_smaller_before_an_oom(reads: bool) -> None:
     learned = Learned()
     short, longer = Shape("x(64)", "x", 64), Shape("x(256)", "x", 256)
     memory = Memory(32, fixed=0, slope=64, reads=reads)
@@ -223,13 +225,6 @@ def test_an_event_reads_as_a_line() -> None:
     assert str(MicrobatchEvent("retry", 64, 64, "fragmented")) == "microbatch 64: fragmented"
     relearned = MicrobatchEvent("relearned", 0, 0, "device was 'a' and is 'b'")
     assert str(relearned) == "microbatch sizes are learned again: device was 'a' and is 'b'"
-
-
-def test_pieces_go_on_where_others_have_ended() -> None:
-    first, second = pieces((3, 2)), pieces((2, 1), start=5)
-    assert [one.samples for one in (*first, *second)] == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
-    assert [one.size for one in second] == [2, 1]
-    assert pieces(()) == ()
 
 
 def ragged(width: int) -> Shape:

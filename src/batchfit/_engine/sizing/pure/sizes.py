@@ -1,4 +1,4 @@
-"""How a batch is cut: sizes, and what is learned about them from batch to batch.
+"""Sizes of microbatches: how they add up to a batch, what is learned about them, how a change is reported.
 
 Rules
 - A batch is cut into microbatches of near-equal size (17 at 16 is 9 + 8); compiled code gets equal ones, of
@@ -14,11 +14,14 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, final
+from typing import Any, Literal, final
 
-from batchfit._engine.batch.pure.pieces import Shape, rung
+from batchfit._engine.batch.pure.pieces import Shape
+
+log = logging.getLogger("batchfit")
 
 PATIENCE = 4  # calm batches before a larger size is run
 LONGEST_WAIT = 1024
@@ -26,6 +29,32 @@ MOST_SHAPES = 256
 MOST_READINGS = 4
 MARGIN = 0.92  # of the memory: what a size that never ran may be predicted to need
 THRASHING = 2  # batches in a row with allocation retries that lower the size
+
+
+def balanced(total: int, at_most: int) -> tuple[int, ...]:
+    """Near-equal sizes of at most `at_most` that add up to `total`, the larger ones first.
+
+    >>> balanced(17, 16)
+    (9, 8)
+    """
+    count = -(-total // at_most)
+    small, larger = divmod(total, count)
+    return (small + 1,) * larger + (small,) * (count - larger)
+
+
+def equal(total: int, at_most: int) -> tuple[int, ...]:
+    """Sizes of exactly `at_most`, and one remainder.
+
+    >>> equal(17, 8)
+    (8, 8, 1)
+    """
+    whole, rest = divmod(total, at_most)
+    return (at_most,) * whole + ((rest,) if rest else ())
+
+
+def rung(size: int) -> int:
+    """The largest power of two that is no larger."""
+    return 1 << (size.bit_length() - 1)
 
 
 @final
@@ -261,3 +290,56 @@ class Learned:
             known["readings"] = tuple((int(size), int(used)) for size, used in known.get("readings", ()))
             learned.put(shape, Bounds(**known))
         return learned
+
+
+EventKind = Literal["shrunk", "grown", "lowered", "retry", "skipped", "relearned"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MicrobatchEvent:
+    """Something that happened to the microbatch size, for a log or a dashboard."""
+
+    kind: EventKind
+    size_before: int
+    size_after: int
+    why: str
+    peak_bytes: int | None = None
+    shape: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "relearned":  # of all sizes, so there is none to name
+            return f"microbatch sizes are learned again: {self.why}"
+        change = f"{self.size_before} -> {self.size_after}"
+        return f"microbatch {change if self.size_after != self.size_before else self.size_after}: {self.why}"
+
+
+@final
+class EventLog:
+    """Reports each change of a size: one line in the log, and a call of the user's `on_event`."""
+
+    def __init__(self, on_event: Callable[[MicrobatchEvent], object] | None) -> None:
+        self._on_event = on_event
+        self._logged: set[str] = set()
+
+    def report(
+        self,
+        kind: EventKind,
+        before: int,
+        after: int,
+        why: str,
+        *,
+        shape: str = "",
+        peak_bytes: int | None = None,
+    ) -> None:
+        """Log an event, and call `on_event` with it."""
+        event = MicrobatchEvent(kind, before, after, why, peak_bytes, shape)
+        log.log(logging.INFO if kind in ("grown", "lowered", "skipped") else logging.WARNING, "%s", event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def once(self, topic: str, text: str, level: int = logging.WARNING) -> None:
+        """Log what holds for all batches, the first time only."""
+        if topic not in self._logged:
+            self._logged.add(topic)
+            log.log(level, "%s", text)
