@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-pure test-torch test-wheel check bench soak gpu clean
+.PHONY: help demo docs test test-all test-pure test-torch test-versions test-wheel check bench soak gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ test: check test-pure test-torch  ## everything that must pass before a change l
 
 test-wheel: $(STAMP)  ## the wheel in two new environments, with no extra and with all of them (10 minutes)
 	$(BIN)/python tests/environments.py
+
+test-versions: $(STAMP)  ## every torch from 2.6 to the newest, one environment after another (hours); TORCH=2.15 for one
+	$(BIN)/python tests/versions.py run $(if $(TORCH),--torch $(TORCH))
 
 test-all: check test-pure test-wheel $(STAMP)  ## the long checks too
 	$(PYTEST) --ignore-glob='*/pure' tests
