@@ -22,6 +22,7 @@ from batchfit._find.pure.bracket import (
     ran_short,
     settle,
 )
+from batchfit._find.pure.on_line import by_line, end_of, within_rounding
 from batchfit._find.pure.memory_curve import COARSE_NOISE, FINEST, NOISE, Curve, MemoryReading, Outlook
 
 # The numbers below were chosen on simulated curves (benchmarks/search_simulated.py). Bolder ones save a tenth
@@ -82,8 +83,13 @@ def guided(state: State) -> Request | str:
         return _first(state, bracket)
     if _settled(state) or enough(bracket.good, bracket.largest, state.tolerance):
         return settle(state, bracket, "within_tolerance")
-    curve = curve_of(state, bracket)
-    step = _without_readings(state, bracket) if curve is None else _by_memory(state, bracket, curve)
+    end = end_of(state, bracket)
+    step = by_line(state, bracket, end) if end is not None else None
+    if step is None:
+        curve = curve_of(state, bracket)
+        step = _without_readings(state, bracket) if curve is None else _by_memory(state, bracket, curve)
+        if end is not None and not end.clear and isinstance(step, Request):
+            step = within_rounding(state, bracket, end, step)
     if isinstance(step, Request) and step.size != bracket.good and not _affordable(state, bracket, step.size):
         return _bisected(state, bracket)
     return step

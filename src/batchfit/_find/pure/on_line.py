@@ -1,0 +1,92 @@
+"""What to try next where the readings lie on a line (`line.py`): the guided search's last steps of such a step.
+
+Rules:
+- The last size is a stability check already, and what is `sure` is tried before a second size may fail.
+- One OOM is risked, where what is rounded up leaves more open than the tolerance; not two.
+"""
+
+from __future__ import annotations
+
+import math
+
+from batchfit._find.pure.bracket import Bracket, Request, State, enough, settle
+from batchfit._find.pure.line import LineEnd, line_end
+
+# A line may turn up beyond what was read: no further than this many times the largest size that ran.
+_LARGEST_LEAP_RATIO = 16.0
+# So many sizes are enough for a line: then what is sure is the answer.
+_MOST_SIZES = 6
+_FLAT_RATIO = 1.6
+_WORTH_RATIO = 1.2
+_LATE_TOLERANCE = 0.15
+_EXACT_END = 0.1
+
+
+def end_of(state: State, bracket: Bracket) -> LineEnd | None:
+    """Where the line through the readings ends; None where they are of an allocator's cache, or on no line."""
+    ran = [one for one in state.observations if one.fits and (bracket.bad is None or one.size < bracket.bad)]
+    if state.budget_bytes is None or any(one.reserved_bytes for one in ran):
+        return None
+    highest: dict[int, int] = {}
+    for one in ran:
+        if one.allocated_bytes:
+            highest[one.size] = max(highest.get(one.size, 0), one.allocated_bytes)
+    floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
+    points = sorted(highest.items())
+    end = line_end(points, budget_bytes=state.budget_bytes, floor_bytes=floor, failed=bracket.bad)
+    return end if end is not None and end.high >= (bracket.good or 0) else None
+
+
+def by_line(state: State, bracket: Bracket, end: LineEnd) -> Request | str | None:
+    """The next size, or the end; None where the line says too little."""
+    good = bracket.good or bracket.sizes.first
+    if not end.clear:
+        return None
+    most = bracket.sizes.at(max(0, bracket.sizes.index(min(end.high, bracket.largest))))
+    sure = bracket.sizes.at(max(0, bracket.sizes.index(min(end.sure, bracket.largest))))
+    leap = _LARGEST_LEAP_RATIO * good
+    if state.tolerance == 0:
+        return _exactly(state, bracket, end, good=good, most=most)
+    if enough(good, most, state.tolerance):
+        return settle(state, bracket, "within_tolerance")
+    soaks = sum(one.soak for one in state.observations)
+    tried = len({one.size for one in state.observations})
+    sure_is_more = not enough(good, sure, state.tolerance)
+    if most > leap or (bracket.bad is None and end.wide and sure_is_more):
+        if sure <= good:
+            return None
+        size = bracket.place(min(sure, leap))
+        return Request(size, state.soak and enough(size, most, state.tolerance))
+    if bracket.bad is not None or tried + 1 + sure_is_more > _MOST_SIZES:
+        late = tried >= _MOST_SIZES and end.rounding > state.tolerance * good
+        late = late and enough(good, sure, _LATE_TOLERANCE)
+        if late or not sure_is_more:
+            return settle(state, bracket, "within_tolerance")
+        return Request(bracket.place(sure), state.soak)
+    if enough(sure, most, state.tolerance) and sure > good:
+        return Request(bracket.place(sure), state.soak)
+    if soaks > 1:
+        return settle(state, bracket, "within_tolerance")
+    low = max(end.low, good)
+    size = low if enough(low, most, state.tolerance) else (low + most) / 2
+    return Request(bracket.place(size), state.soak and not soaks)
+
+
+def within_rounding(state: State, bracket: Bracket, end: LineEnd, step: Request) -> Request:
+    """The step, no further than readings allow that are rounded up by more than they have grown."""
+    good = bracket.good or bracket.sizes.first
+    if bracket.bad is not None and state.tolerance and end.sure > _WORTH_RATIO * good:
+        return Request(bracket.place(end.sure), False)
+    most = min((_FLAT_RATIO if end.flat else 1.0) * end.sure, end.high)
+    if step.size <= most or most < _WORTH_RATIO * good:
+        return step
+    return Request(bracket.place(most), False)
+
+
+def _exactly(state: State, bracket: Bracket, end: LineEnd, *, good: int, most: int) -> Request | None:
+    """Halves what the line leaves open; what it promises is tried first."""
+    # What is likely is that nothing is rounded up at the end; only then what rounding leaves open.
+    low = math.floor(end.low)
+    low = low if most >= low else end.sure
+    size = bracket.place((max(good, low) + most) / 2 + bracket.sizes.step / 2)
+    return Request(size, state.soak and enough(size, most, _EXACT_END))
