@@ -20,6 +20,7 @@ SEGMENT_BYTES = 2 * 2**20
 # A block takes the rest of its segment up to this (kSmallSize there): what may come on top of a line.
 UNSPLIT_BYTES = 2**20
 # What readings may be multiples of: segments, blocks (kMinBlockSize there), bytes.
+_BLOCKS = 8
 _GRAINS = (SEGMENT_BYTES, 512, 1)
 # From here on a block that is a segment by itself is rounded up (kMinLargeAlloc there).
 _LARGE_BLOCK_BYTES = 10 * 2**20
@@ -61,16 +62,17 @@ def line_end(
 
 def _end_through(points: Sequence[Point], budget: int, floor: int, failed: int | None) -> LineEnd | None:
     least, growth = points[0][1], points[-1][1] - points[0][1]
-    grain = next(one for one in _GRAINS if all((read - least) % one == 0 for _, read in points))
+    # Equal readings are as far apart as anything: only their own bytes say what they are multiples of.
+    from_bytes = least if growth else 0
+    grain = next(one for one in _GRAINS if all((read - from_bytes) % one == 0 for _, read in points))
     if grain == SEGMENT_BYTES:
         # Every reading is so many segments above the others: the last that is within the budget is one, too.
         errors, above = [float(grain)] * len(points), 0.0
         budget -= (budget - least) % grain
     else:
-        errors = _errors(points, 2.0 * grain)
-        above = max(UNSPLIT_BYTES if budget - least >= _LARGE_BLOCK_BYTES else 0.0, *errors)
-        if above > SEGMENT_BYTES:
-            return None
+        error = float(_BLOCKS * grain)
+        errors = _errors(points, error)
+        above = UNSPLIT_BYTES if budget - least >= _LARGE_BLOCK_BYTES else error
     lines = _lines(points, errors, floor, None if failed is None else (failed, budget - above))
     slopes = [slope for _, slope in lines if slope > 0]
     if not slopes:
@@ -89,22 +91,8 @@ def _end_through(points: Sequence[Point], budget: int, floor: int, failed: int |
 def _errors(points: Sequence[Point], least_error: float) -> list[float]:
     """How far above the line each reading may be: a block that has grown large takes the rest of a segment."""
     first, least = points[0]
-    least_error, errors = max(least_error, _off_line(points)), []
-    for size, read in points:
-        grown = (read - least) * size / (size - first) if size > first else 0.0
-        errors.append(max(least_error, UNSPLIT_BYTES if grown >= _LARGE_BLOCK_BYTES else 0.0))
-    return errors
-
-
-def _off_line(points: Sequence[Point]) -> float:
-    """The least height of a strip that holds all points: one side lies on two of them."""
-    best = math.inf
-    for i, (size, read) in enumerate(points):
-        for other, value in points[i + 1 :]:
-            slope = (value - read) / (other - size)
-            off = [high - read - slope * (at - size) for at, high in points]
-            best = min(best, max(off) - min(off))
-    return best
+    grown = [(read - least) * size / (size - first) if size > first else 0.0 for size, read in points]
+    return [UNSPLIT_BYTES if one >= _LARGE_BLOCK_BYTES else least_error for one in grown]
 
 
 def _lines(
@@ -116,9 +104,7 @@ def _lines(
     """
     # at_zero + slope * size <= value, as (weight of at_zero, of slope, bound)
     limits = [(1.0, float(size), float(read)) for size, read in points]
-    limits += [
-        (-1.0, -float(size), error - read) for (size, read), error in zip(points, errors, strict=True)
-    ]
+    limits += [(-1.0, -float(size), error - read) for (size, read), error in zip(points, errors, strict=True)]
     limits += [(-1.0, 0.0, -float(floor)), (0.0, -1.0, 0.0)]
     if failed is not None:
         limits.append((-1.0, -float(failed[0]), -failed[1]))

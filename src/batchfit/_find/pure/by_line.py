@@ -13,16 +13,16 @@ from batchfit._find.pure.bracket import Bracket, Request, State, enough, settle
 from batchfit._find.pure.line import LineEnd, line_end
 
 # A line may turn up beyond what was read: no further than this many times the largest size that ran.
-_LARGEST_LEAP_RATIO = 16.0
+_LARGEST_LEAP_RATIO = 10.0
 # So many sizes are enough for a line: then what is sure is the answer.
 _MOST_SIZES = 6
 _FLAT_RATIO = 1.6
 _WORTH_RATIO = 1.2
 _LATE_TOLERANCE = 0.15
-_EXACT_END = 0.1
+_EXACT_SOAK_SHARE = 0.1
 
 
-def end_of(state: State, bracket: Bracket) -> LineEnd | None:
+def line_of(state: State, bracket: Bracket) -> LineEnd | None:
     """Where the line through the readings ends; None where they are of an allocator's cache, or on no line."""
     ran = [one for one in state.observations if one.fits and (bracket.bad is None or one.size < bracket.bad)]
     if state.budget_bytes is None or any(one.reserved_bytes for one in ran):
@@ -40,8 +40,6 @@ def end_of(state: State, bracket: Bracket) -> LineEnd | None:
 def by_line(state: State, bracket: Bracket, end: LineEnd) -> Request | str | None:
     """The next size, or the end; None where the line says too little."""
     good = bracket.good or bracket.sizes.first
-    if not end.clear:
-        return None
     most = bracket.sizes.at(max(0, bracket.sizes.index(min(end.high, bracket.largest))))
     sure = bracket.sizes.at(max(0, bracket.sizes.index(min(end.sure, bracket.largest))))
     leap = _LARGEST_LEAP_RATIO * good
@@ -75,8 +73,9 @@ def by_line(state: State, bracket: Bracket, end: LineEnd) -> Request | str | Non
 def within_rounding(state: State, bracket: Bracket, end: LineEnd, step: Request) -> Request:
     """The step, no further than readings allow that are rounded up by more than they have grown."""
     good = bracket.good or bracket.sizes.first
-    if bracket.bad is not None and state.tolerance and end.sure > _WORTH_RATIO * good:
-        return Request(bracket.place(end.sure), False)
+    if bracket.bad is not None:
+        between = _WORTH_RATIO * good < end.sure < bracket.bad / _WORTH_RATIO
+        return Request(bracket.place(end.sure), False) if between and state.tolerance else step
     most = min((_FLAT_RATIO if end.flat else 1.0) * end.sure, end.high)
     if step.size <= most or most < _WORTH_RATIO * good:
         return step
@@ -89,4 +88,4 @@ def _exactly(state: State, bracket: Bracket, end: LineEnd, *, good: int, most: i
     low = math.floor(end.low)
     low = low if most >= low else end.sure
     size = bracket.place((max(good, low) + most) / 2 + bracket.sizes.step / 2)
-    return Request(size, state.soak and enough(size, most, _EXACT_END))
+    return Request(size, state.soak and enough(size, most, _EXACT_SOAK_SHARE))
