@@ -22,7 +22,7 @@ _LATE_TOLERANCE = 0.15
 _EXACT_SOAK_SHARE = 0.1
 
 
-def line_of(state: State, bracket: Bracket) -> LineEnd | None:
+def line_of(state: State, bracket: Bracket, *, failed: int | None) -> LineEnd | None:
     """Where the line through the readings ends; None where they are of an allocator's cache, or on no line."""
     ran = [one for one in state.observations if one.fits and (bracket.bad is None or one.size < bracket.bad)]
     if state.budget_bytes is None or any(one.reserved_bytes for one in ran):
@@ -33,8 +33,22 @@ def line_of(state: State, bracket: Bracket) -> LineEnd | None:
             highest[one.size] = max(highest.get(one.size, 0), one.allocated_bytes)
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
     points = sorted(highest.items())
-    end = line_end(points, budget_bytes=state.budget_bytes, floor_bytes=floor, failed=bracket.bad)
+    end = line_end(points, budget_bytes=state.budget_bytes, floor_bytes=floor, failed=failed)
     return end if end is not None and end.high >= (bracket.good or 0) else None
+
+
+def at_knee(state: State, bracket: Bracket) -> Request | None:
+    """The next size where the readings lie on a line that promised a size which failed.
+
+    No error explains that: the curve turns up between the two, nobody knows where.
+    """
+    end = None if bracket.bad is None else line_of(state, bracket, failed=None)
+    if end is None or bracket.bad is None or not end.clear or end.sure < bracket.bad:
+        return None
+    if bracket.setbacks == 1 and state.observations[-1].soak:
+        return None  # it may have run for a few steps, and a little less may last
+    size = bracket.place(math.sqrt((bracket.good or 1) * bracket.bad))
+    return Request(size, state.soak and enough(size, bracket.largest, state.tolerance))
 
 
 def by_line(state: State, bracket: Bracket, end: LineEnd) -> Request | str | None:

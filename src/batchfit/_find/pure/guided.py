@@ -23,7 +23,7 @@ from batchfit._find.pure.bracket import (
     settle,
 )
 from batchfit._find.pure.by_curve import by_curve
-from batchfit._find.pure.by_line import by_line, line_of, within_rounding
+from batchfit._find.pure.by_line import at_knee, by_line, line_of, within_rounding
 from batchfit._find.pure.by_prediction import by_prediction
 from batchfit._find.pure.readings import curve_of
 
@@ -81,12 +81,15 @@ def _first(state: State, bracket: Bracket) -> Request:
 
 def _by_readings(state: State, bracket: Bracket) -> Request | str:
     """By the line that the readings lie on, by the curve through them, or without any."""
-    end = line_of(state, bracket)
+    end = line_of(state, bracket, failed=bracket.bad)
     step = by_line(state, bracket, end) if end is not None and end.clear else None
     if step is not None:
         return step
     curve = curve_of(state, bracket)
-    step = _without_readings(state, bracket) if curve is None else by_curve(state, bracket, curve)
+    if curve is None:
+        step = _without_readings(state, bracket)
+    else:
+        step = at_knee(state, bracket) or by_curve(state, bracket, curve)
     if end is not None and not end.clear and isinstance(step, Request):
         return within_rounding(state, bracket, end, step)
     return step
