@@ -3,7 +3,7 @@
     python benchmarks/search_ablation.py                       # the table, printed and as a dated page
     python benchmarks/search_ablation.py --only _NEAR          # constants whose name holds that
 
-Each constant is set to a neutral value where it has one, and to 20 % less and more. A cell is the change of a
+Each constant is set to a value at which it does nothing, or to 20 % less and more where there is none. A cell is the change of a
 group's mean against the search as it is: trials, OOMs (per search) and the share of the maximum. A constant
 that moves none by 1 % in any group has no evidence and should go.
 
@@ -18,45 +18,20 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import search_crowded as crowded
 import search_simulated as simulated
-from batchfit._find.pure import guided, line, memory_curve, on_line
+from batchfit._find.pure import bracket, by_curve, by_line, guided, line, memory_curve, readings
 from batchfit._find.pure.search import Search, _decide, run
 
 RESULTS = Path(__file__).parent / "results" / "search_ablation_cpu_202611.json"
 MAXIMA = simulated.MAXIMA[2::8]
-# (module, constant, neutral value or None, what it is set to besides)
+MODULES = (guided, by_line, line, by_curve, readings, memory_curve, bracket)
+# Values at which a constant does nothing; others are changed by 20 % only.
 NEUTRAL: dict[str, float] = {
-    "_BOLD": 1.0,
-    "_FAR": 1e9,
-    "_REACH": 0.0,
-    "_REACH_EXACT": 0.0,
-    "_NEAR": 1.0,
-    "_DOUBT": 0.0,
-    "_FEW": 0.0,
-    "_LARGEST_LEAP": 1e9,
-    "_LEAP": 1e9,
-    "_BEYOND_RAY": 1e9,
-    "_EXACT_START": 1,
-    "_EXACT_END": 0.0,
-    "_CROWDED": 1.0,
-    "_USUAL": 0.0,
-    "_FULL": 1.0,
-    "_ON_LINE": 0.0,
-    "_ROUNDING_BYTES": 0,
-    "_MUCH_FIXED": 1.0,
-    "_MOST_OF_IT": 1e9,
-    "_UNSEEN": 1.0,
-    "_CLEAR": 1.0,
-    "LIVE_SHARE": 1.0,
-    "_FINE_SHARE": 0.0,
-    "_NEAR_END": 0.0,
-    "_COARSE_SHARE": 1.0,
-    "_SMALL_SPLIT_SHARE": 0.0,
-    "_FIXED_SHARE": 0.0,
+    "EXACT_SOAK_SHARE": 0.0,
+    "_EXACT_FIRST_SIZE": 1,
     "_BLOCKS": 1,
     "_WIDE_RATIO": 1e9,
     "_GROWTH_PER_ERROR": 0.0,
@@ -64,20 +39,49 @@ NEUTRAL: dict[str, float] = {
     "_MOST_SIZES": 99,
     "_FLAT_RATIO": 1.0,
     "_WORTH_RATIO": 1.0,
-    "_LATE_TOLERANCE": 0.0,
+    "_LATE_SHORTFALL_SHARE": 0.0,
+    "_FIRST_STEP_PER_RAY": 1.0,
+    "_CHORD_EXPONENT": 0.0,
+    "_NEAR_END_RATIO": 1.0,
+    "_DOUBTED_ERROR_SHARE": 0.0,
+    "_LAST_STEP_RATIO": 0.0,
+    "_LAST_STEP_BUDGET_SHARE": 1.0,
+    "_LARGEST_STEP_RATIO": 1e9,
+    "_LARGEST_STEP_PER_RAY": 1e9,
+    "_STEP_PER_RAY": 1e9,
+    "_FAR_FAILURE_RATIO": 1e9,
+    "_CROWDED_SHARE": 1.0,
+    "_USUAL_SHARE": 0.0,
+    "_CROWDED_LINE_SHARE": 1.0,
+    "_FLOOR_SHARE": 1e9,
+    "_HIDDEN_ERROR_FACTOR": 1.0,
+    "_CLEAR_GROWTH_FACTOR": 1.0,
+    "LIVE_SHARE": 1.0,
+    "_SMALL_BLOCK_SHARE": 0.0,
+    "_NEAR_BUDGET_SHARE": 0.0,
+    "_LARGE_BLOCK_LIVE_SHARE": 1.0,
+    "_SMALL_SPLIT_SHARE": 0.0,
+    "_FIRST_READING_FIXED_SHARE": 0.0,
 }
 Figures = dict[str, tuple[float, float, float]]  # of a group: trials, OOMs, share of the maximum
 
 
-def constants() -> list[tuple[ModuleType, str, float]]:
+def constants() -> list[tuple[str, float]]:
     """The numbers that the modules of the guided search define, with their values."""
     found = []
-    for module in (guided, line, memory_curve, on_line):
+    for module in MODULES:
+        text = Path(module.__file__ or "").read_text()
         for name, value in vars(module).items():
-            written = f"\n{name} = " in Path(module.__file__ or "").read_text()
-            if written and isinstance(value, int | float) and not isinstance(value, bool):
-                found.append((module, name, value))
+            if f"\n{name} = " in text and isinstance(value, int | float) and not isinstance(value, bool):
+                found.append((name, value))
     return found
+
+
+def set_everywhere(name: str, value: float) -> None:
+    """In every module that has it, by definition or by import."""
+    for module in MODULES:
+        if hasattr(module, name):
+            setattr(module, name, value)
 
 
 def recorded() -> Iterable[tuple[int, int, int]]:
@@ -129,7 +133,10 @@ GROUPS: dict[str, Callable[[], tuple[float, float, float]]] = {
         for held in (False, True)
     },
     "nothing fixed": functools.partial(
-        of_variants, [simulated.Variant("nothing fixed", simulated.linear(0.0), 0.0)], held=False, tolerance=0.02
+        of_variants,
+        [simulated.Variant("nothing fixed", simulated.linear(0.0), 0.0)],
+        held=False,
+        tolerance=0.02,
     ),
     "crowded lines": functools.partial(of_crowded, crowded.LINES),
     "crowded lines, exact": functools.partial(of_crowded, crowded.LINES, 0.0),
@@ -160,26 +167,16 @@ def changed(now: Figures, usual: Figures) -> dict[str, tuple[float, str]]:
 def ablated(only: str) -> dict[str, Any]:
     usual = figures()
     rows = []
-    for module, name, value in constants():
+    for name, value in constants():
         if only not in name:
             continue
-        values = [value * 0.8, value * 1.2]
-        if name in NEUTRAL:
-            values.insert(0, NEUTRAL[name])
-        for other in values:
-            setattr(module, name, type(value)(other))
+        for other in [NEUTRAL[name]] if name in NEUTRAL else [value * 0.8, value * 1.2]:
+            set_everywhere(name, type(value)(other))
             try:
                 moves = changed(figures(), usual)
             finally:
-                setattr(module, name, value)
-            rows.append(
-                {
-                    "constant": f"{module.__name__.rpartition('.')[2]}.{name}",
-                    "value": value,
-                    "set": other,
-                    **moves,
-                }
-            )
+                set_everywhere(name, value)
+            rows.append({"constant": name, "value": value, "set": other, **moves})
             print(json.dumps(rows[-1]), flush=True)
     return {"usual": usual, "rows": rows}
 

@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import math
 
-from batchfit._find.pure.bracket import Bracket, Request, State, enough, settle
+from batchfit._find.pure.bracket import EXACT_SOAK_SHARE, Bracket, Request, State, enough, settle
 from batchfit._find.pure.memory_curve import COARSE_NOISE, FINEST, NOISE, Curve, Outlook
 
 # Held bytes unknown: part of any peak is fixed, so the first step may go so many times beyond the ray.
 _FIRST_STEP_PER_RAY = 1.5
-# So many times beyond the ray a failure says nothing of where between it and the ray the end is.
-_UNINFORMATIVE_FAILURE_PER_RAY = 1.2
-# How far from the ray (0) to the chord (1), by ratio, while no straight line has been seen; in an exact
-# search, of which a failure is a part anyway.
+# How far from the ray (0) to the chord (1), by ratio, while no straight line has been seen.
 _CHORD_EXPONENT = 0.55
-_EXACT_CHORD_EXPONENT = 0.7
 # Up to so many times what ran the end is near: steps below half of what is left are not worth a trial.
 _NEAR_END_RATIO = 2.0
 # A size is worth a trial if the chord, shortened by this share of the readings' error, reaches it.
@@ -38,8 +34,6 @@ _LARGEST_STEP_PER_RAY = 8
 _STEP_PER_RAY = 1.1
 # Where much is set aside, a failure so many times above what ran may be far above the end.
 _FAR_FAILURE_RATIO = 6.0
-# With tolerance 0: how close to the end every trial is a stability check.
-_EXACT_SOAK_SHARE = 0.1
 
 
 def by_curve(state: State, bracket: Bracket, curve: Curve) -> Request | str:
@@ -59,7 +53,7 @@ def by_curve(state: State, bracket: Bracket, curve: Curve) -> Request | str:
     size = bracket.place(target)
     # A soak now saves a trial if the size turns out to be the answer.
     if exact:
-        final = enough(size, min(likely, bracket.largest), _EXACT_SOAK_SHARE)
+        final = enough(size, min(likely, bracket.largest), EXACT_SOAK_SHARE)
     else:
         full = curve.readings[0].need_bytes > _LAST_STEP_BUDGET_SHARE * curve.budget_bytes
         few = single and outlook.safe < _LAST_STEP_RATIO * good and not full
@@ -123,7 +117,7 @@ def _towards_chord(state: State, bracket: Bracket, curve: Curve, outlook: Outloo
     base = max(outlook.safe, good)
     # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
     by_ray = curve.floor_bytes > 0 and outlook.likely >= _NEAR_END_RATIO * good
-    exponent = _EXACT_CHORD_EXPONENT if exact else 0.0 if by_ray else _CHORD_EXPONENT
+    exponent = 0.0 if by_ray and not exact else _CHORD_EXPONENT
     # To the nearest size; downwards where a block of one sample more may find no gap.
     half = 0.0 if curve.readings[-1].noise == COARSE_NOISE else bracket.sizes.step / 2
     return base * (max(outlook.careful, base) / base) ** exponent + half
@@ -139,8 +133,7 @@ def _below_failure(
         # Good readings that promised a size which then failed are a little off, and once only.
         near = bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE
         target = math.sqrt(base * bad) if base < bad else float(bad) if near else good
-        unread = len(curve.readings) == 1 and not curve.floor_bytes and not exact
-        if unread and bad > _UNINFORMATIVE_FAILURE_PER_RAY * base:
+        if len(curve.readings) == 1 and not curve.floor_bytes and not exact and base < bad:
             target = base  # nothing is fixed: what was bold was too bold
     if bracket.setbacks and not exact:
         target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from batchfit._find.pure.bracket import Bracket, Request, State, enough, settle
+from batchfit._find.pure.bracket import EXACT_SOAK_SHARE, Bracket, Request, State, enough, settle
 from batchfit._find.pure.line import LineEnd, line_end
 
 # A line may turn up beyond what was read: no further than this many times the largest size that ran.
@@ -18,8 +18,7 @@ _LARGEST_LEAP_RATIO = 10.0
 _MOST_SIZES = 6
 _FLAT_RATIO = 1.6
 _WORTH_RATIO = 1.2
-_LATE_TOLERANCE = 0.15
-_EXACT_SOAK_SHARE = 0.1
+_LATE_SHORTFALL_SHARE = 0.15
 
 
 def line_of(state: State, bracket: Bracket, *, failed: int | None) -> LineEnd | None:
@@ -71,7 +70,7 @@ def by_line(state: State, bracket: Bracket, end: LineEnd) -> Request | str | Non
         return Request(size, state.soak and enough(size, most, state.tolerance))
     if bracket.bad is not None or tried + 1 + sure_is_more > _MOST_SIZES:
         late = tried >= _MOST_SIZES and end.rounding > state.tolerance * good
-        late = late and enough(good, sure, _LATE_TOLERANCE)
+        late = late and enough(good, sure, _LATE_SHORTFALL_SHARE)
         if late or not sure_is_more:
             return settle(state, bracket, "within_tolerance")
         return Request(bracket.place(sure), state.soak)
@@ -102,4 +101,4 @@ def _exactly(state: State, bracket: Bracket, end: LineEnd, *, good: int, most: i
     low = math.floor(end.low)
     low = low if most >= low else end.sure
     size = bracket.place((max(good, low) + most) / 2 + bracket.sizes.step / 2)
-    return Request(size, state.soak and enough(size, most, _EXACT_SOAK_SHARE))
+    return Request(size, state.soak and enough(size, most, EXACT_SOAK_SHARE))

@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 
 from batchfit._find.pure.bracket import (
+    EXACT_SOAK_SHARE,
     HORIZON,
     LIMIT,
     Bracket,
@@ -29,8 +30,6 @@ from batchfit._find.pure.readings import curve_of
 
 # With tolerance 0 failures are needed anyway: so many times the smallest size says more of the curve.
 _EXACT_FIRST_SIZE = 8
-# How close to the end every trial is a stability check then.
-_EXACT_SOAK_SHARE = 0.1
 
 
 def guided(state: State) -> Request | str:
@@ -98,7 +97,7 @@ def _by_readings(state: State, bracket: Bracket) -> Request | str:
 def _without_readings(state: State, bracket: Bracket) -> Request:
     """Up by doubling, then bisection."""
     size = bracket.place(2 * (bracket.good or 0)) if bracket.bad is None else bracket.middle()
-    return Request(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_SOAK_SHARE))
+    return Request(size, state.soak and enough(size, bracket.largest, state.tolerance or EXACT_SOAK_SHARE))
 
 
 def _bisected(state: State, bracket: Bracket) -> Request:

@@ -22,9 +22,6 @@ _USUAL_SHARE = 0.2
 # that says as much, and is not read off noisy readings.
 _CROWDED_LINE_SHARE = 0.4
 _FLOOR_SHARE = 0.8
-# Readings lie on a line if the middle one of three is off it by at most this share of what they grow by, or
-# by a segment of the allocator.
-_OFF_LINE_SHARE = 0.02
 
 
 def curve_of(state: State, bracket: Bracket) -> Curve | None:
@@ -76,7 +73,7 @@ def _fixed_bytes(ran: Sequence[Observation], budget_bytes: int) -> int:
         if growth <= 0 and high >= (1 - FINEST) * budget_bytes:
             points.pop()  # a kernel that tries algorithms takes all that there is, at any size
             continue
-        if abs(above) <= max(_OFF_LINE_SHARE * (high - low), SEGMENT_BYTES):
+        if abs(above) <= SEGMENT_BYTES:
             return max(0, int(low - growth * first))
         if above < 0:
             return 0  # it turns up: how steeply is not seen yet
