@@ -14,7 +14,7 @@ Sets:
 - Real steps under `virtual_memory`. The true maximum is found by bisection from the answer.
 
 No random numbers and no clock: every run gives the same figures. A real step that is in the JSON already is
-not run again, unless the source of the search has changed since.
+not run again, unless the search does something else on the simulated lines since.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import argparse
 import hashlib
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -239,9 +238,10 @@ def found(name: str, make: Callable[[], Any], budget: int, maximum: int | None) 
 
 
 def digest() -> str:
-    """Of the source of the search."""
-    folder = Path(sys.modules[Search.__module__].__file__ or "").parent
-    return hashlib.sha256(b"".join(one.read_bytes() for one in sorted(folder.glob("*.py")))).hexdigest()[:16]
+    """Of what the search does on every simulated line: another search has another one."""
+    kinds = (*LINES, *OTHERS)
+    paths = [one.path for tolerance in (0.02, 0.0) for one in lines(kinds, tolerance=tolerance)]
+    return hashlib.sha256(json.dumps(paths).encode()).hexdigest()[:16]
 
 
 def real(before: dict[str, Any], to: Path) -> list[Outcome]:
@@ -249,7 +249,8 @@ def real(before: dict[str, Any], to: Path) -> list[Outcome]:
 
     A maximum does not depend on the search, and is measured once.
     """
-    same = before.get("real", {}) if before.get("search") == digest() else {}
+    search = digest()
+    same = before.get("real", {}) if before.get("search") == search else {}
     maxima = before.get("maxima", {}) | {name: one["maximum"] for name, one in before.get("real", {}).items()}
     done: dict[str, Any] = {}
     for name, make, budget in steps():
@@ -261,7 +262,7 @@ def real(before: dict[str, Any], to: Path) -> list[Outcome]:
             continue
         done[name] = asdict(one)
         print(name, done[name]["path"], "=", done[name]["answer"], "of", done[name]["maximum"], flush=True)
-        to.write_text(json.dumps({"search": digest(), "real": done, "maxima": maxima}) + "\n")
+        to.write_text(json.dumps({"search": search, "real": done, "maxima": maxima}) + "\n")
     return [Outcome(**one) for one in done.values()]
 
 

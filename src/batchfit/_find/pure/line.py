@@ -17,13 +17,16 @@ from dataclasses import dataclass
 
 # Segments of a caching allocator are multiples of this (kRoundLarge in CUDACachingAllocator.cpp).
 SEGMENT_BYTES = 2 * 2**20
-# A block takes the rest of its segment up to this (kSmallSize there): what may come on top of a line.
-UNSPLIT_BYTES = 2**20
-# What readings may be multiples of: segments, blocks (kMinBlockSize there), bytes.
+# A block takes the rest of its segment up to this (kSmallSize there, and what rounds it to 512 bytes): what may
+# come on top of a line.
+UNSPLIT_BYTES = 2**20 + 512
+# What readings may be multiples of: segments, blocks (kMinBlockSize there), bytes; and how many blocks may be
+# rounded up at once.
 _BLOCKS = 8
 _GRAINS = (SEGMENT_BYTES, 512, 1)
-# From here on a block that is a segment by itself is rounded up (kMinLargeAlloc there).
-_LARGE_BLOCK_BYTES = 10 * 2**20
+# From 10 MiB on a block is a segment by itself and rounded up (kMinLargeAlloc there); a little below, since how
+# large it is is estimated.
+_LARGE_BLOCK_BYTES = 9 * 2**20
 # What is open is worth another reading if it is more than so many times what rounding leaves open anyway.
 _WIDE_RATIO = 2.0
 # Readings lie on a line if they grow by at least so many times what they are off it.
@@ -90,17 +93,17 @@ def _end_through(points: Sequence[Point], budget: int, floor: int, failed: int |
 
 def _errors(points: Sequence[Point], least_error: float) -> list[float]:
     """How far above the line each reading may be: a block that has grown large takes the rest of a segment."""
-    first, least = points[0]
-    grown = [(read - least) * size / (size - first) if size > first else 0.0 for size, read in points]
+    (first, least), (last, most) = points[0], points[-1]
+    grown = [(most - least) * size / (last - first) for size, _ in points]
     return [UNSPLIT_BYTES if one >= _LARGE_BLOCK_BYTES else least_error for one in grown]
 
 
 def _lines(
     points: Sequence[Point], errors: Sequence[float], floor: int, failed: tuple[int, float] | None
 ) -> list[tuple[float, float]]:
-    """The corners of all lines (value at 0, slope) within its error below each point; none where there are none.
+    """The lines (value at 0, slope) at the corners of all that are within its error below each point.
 
-    They are not below the floor at 0, and above what is left at a size that failed.
+    They are not below the floor at 0, and above what is left at a size that failed. Empty where none is left.
     """
     # at_zero + slope * size <= value, as (weight of at_zero, of slope, bound)
     limits = [(1.0, float(size), float(read)) for size, read in points]
