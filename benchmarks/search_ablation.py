@@ -32,13 +32,11 @@ MODULES = (guided, by_line, line, by_curve, readings, memory_curve, bracket)
 NEUTRAL: dict[str, float] = {
     "EXACT_SOAK_SHARE": 0.0,
     "_EXACT_FIRST_SIZE": 1,
-    "_BLOCKS": 1,
     "_WIDE_RATIO": 1e9,
     "_GROWTH_PER_ERROR": 0.0,
     "_LARGEST_LEAP_RATIO": 1e9,
     "_MOST_SIZES": 99,
     "_FLAT_RATIO": 1.0,
-    "_WORTH_RATIO": 1.0,
     "_LATE_SHORTFALL_SHARE": 0.0,
     "_FIRST_STEP_PER_RAY": 1.0,
     "_CHORD_EXPONENT": 0.0,

@@ -26,8 +26,6 @@ _LATE_SHORTFALL_SHARE = 0.15
 # While readings do not grow: how far beyond what is sure, since a slope that steep would be chance. At 1.0 two
 # lines of 80 % fixed take 8 sizes; at 1.8 too.
 _FLAT_RATIO = 1.6
-# A step of less than that is not worth a trial.
-_WORTH_RATIO = 1.2
 
 
 def line_of(state: State, bracket: Bracket, *, failed: int | None) -> LineEnd | None:
@@ -98,15 +96,13 @@ def within_rounding(state: State, bracket: Bracket, end: LineEnd, step: Request)
     """The step, no further than readings allow that are rounded up by more than they have grown."""
     good = bracket.good or bracket.sizes.first
     if bracket.bad is not None:
-        between = _WORTH_RATIO * good < end.sure < bracket.bad / _WORTH_RATIO
-        return Request(bracket.place(end.sure), False) if between and state.tolerance else step
+        between = good < end.sure < bracket.bad and state.tolerance > 0
+        return Request(bracket.place(end.sure), False) if between else step
     most = min((_FLAT_RATIO if end.flat else 1.0) * end.sure, end.high)
-    if step.size <= most or most < _WORTH_RATIO * good:
-        return step
-    return Request(bracket.place(most), False)
+    return step if step.size <= most or most < good else Request(bracket.place(most), False)
 
 
-def _exactly(state: State, bracket: Bracket, end: LineEnd, *, good: int, most: int) -> Request | None:
+def _exactly(state: State, bracket: Bracket, end: LineEnd, *, good: int, most: int) -> Request:
     """Halves what the line leaves open; what it promises is tried first."""
     # What is likely is that nothing is rounded up at the end; only then what rounding leaves open.
     low = math.floor(end.low)

@@ -18,8 +18,8 @@ from batchfit._find.pure.memory_curve import FINEST, NOISE, Curve
 # Beyond this share of the budget what is held is set aside, until it looks like the other share.
 _CROWDED_SHARE = 0.6
 _USUAL_SHARE = 0.2
-# The same for what the line through the readings says is fixed. Not where a floor of that share of it is known,
-# which says as much and is not read off noisy readings.
+# The same for what the line through the readings says is fixed. Not where a floor of that share of it is
+# known, which says as much and is not read off noisy readings.
 _CROWDED_LINE_SHARE = 0.4
 _FLOOR_SHARE = 0.8
 
