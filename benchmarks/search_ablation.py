@@ -1,10 +1,11 @@
-"""What each constant of the guided search is worth: the searches of the benchmarks with one changed at a time.
+"""What each constant of the guided search is worth: all searches of the benchmarks, one changed at a time.
 
     python benchmarks/search_ablation.py                       # the table, printed and as a dated page
     python benchmarks/search_ablation.py --only _NEAR          # constants whose name holds that
 
-Each constant is set to a value at which it does nothing, or to 20 % less and more where there is none. A cell is the change of a
-group's mean against the search as it is: trials, OOMs (per search) and the share of the maximum. A constant
+Each constant is set to a value at which it does nothing, or to 20 % less and more where there is none. A cell
+is the change of a group's mean against the search as it is: trials, OOMs (per search) and the share of the
+maximum. A constant
 that moves none by 1 % in any group has no evidence and should go.
 
 Groups: the simulated curves (`search_simulated.py`) default and exact, the same with noise, curves that no

@@ -1,7 +1,7 @@
-"""The measured search where weights fill 40 to 80 % of the budget: trials, OOMs, stability checks and answers.
+"""The measured search where weights fill 40 to 80 % of the budget.
 
     python benchmarks/search_crowded.py                # lines and real steps; JSON and a dated page
-    python benchmarks/search_crowded.py --lines        # simulated lines only, printed: seconds, nothing is written
+    python benchmarks/search_crowded.py --lines        # simulated lines only, in seconds; nothing is written
     python benchmarks/search_crowded.py page results/search_crowded_cpu_202611.json
 
 Sets:

@@ -23,13 +23,13 @@ _LARGEST_LEAP_RATIO = 10.0
 # 0.04 more OOMs, for 0.2 % of the answer.
 _MOST_SIZES = 6
 _LATE_SHORTFALL_SHARE = 0.15
-# While readings do not grow: how far beyond what is sure, since a slope that steep would be chance. At 1.0 two
-# lines of 80 % fixed take 8 sizes; at 1.8 too.
+# While readings do not grow: how far beyond what is sure, since a slope that steep would be chance. At 1.0
+# and 1.8 two lines of 80 % fixed take 8 sizes.
 _FLAT_RATIO = 1.6
 
 
 def line_of(state: State, bracket: Bracket, *, failed: int | None) -> LineEnd | None:
-    """Where the line through the readings ends; None where they are of an allocator's cache, or on no line."""
+    """Where the line through the readings ends; None where they lie on none or show an allocator's cache."""
     ran = [one for one in state.observations if one.fits and (bracket.bad is None or one.size < bracket.bad)]
     if state.budget_bytes is None or any(one.reserved_bytes for one in ran):
         return None

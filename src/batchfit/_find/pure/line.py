@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 # Segments of a caching allocator are multiples of this (kRoundLarge in CUDACachingAllocator.cpp).
 SEGMENT_BYTES = 2 * 2**20
-# A block takes the rest of its segment up to this (kSmallSize there, and what rounds it to 512 bytes): what may
-# come on top of a line.
+# A block takes the rest of its segment up to this (kSmallSize there, and what rounds it to 512 bytes): what
+# may come on top of a line.
 UNSPLIT_BYTES = 2**20 + 512
 # What readings may be multiples of: segments, blocks (kMinBlockSize there), bytes.
 _GRAINS = (SEGMENT_BYTES, 512, 1)
@@ -28,8 +28,8 @@ _LARGE_BLOCK_BYTES = 9 * 2**20
 # What is open is worth another reading if it is more than so many times what rounding leaves open anyway:
 # without it lines take 0.03 more OOMs (of 0.1).
 _WIDE_RATIO = 2.0
-# The readings show a line if they grow by at least so many times what they may be off it. Where any growth will
-# do, lines of 80 % fixed take 8 sizes.
+# The readings show a line if they grow by at least so many times what they may be off it. Where any growth
+# will do, lines of 80 % fixed take 8 sizes.
 _GROWTH_PER_ERROR = 4.0
 
 Point = tuple[int, int]  # size, bytes
