@@ -194,7 +194,8 @@ def page(facts: dict[str, Any]) -> str:
     return f"""# What the constants of the guided search are worth
 
 `python benchmarks/search_ablation.py`. The largest move of any group's mean when one constant is set to
-another value: trials and answers as shares, OOMs in hundredths of an OOM per search.
+another value: trials and answers as shares, OOMs in hundredths of an OOM per search. A constant that is in no
+module any more was deleted for what stands here.
 
 | group | trials | OOMs | of the maximum |
 |---|---|---|---|
