@@ -127,7 +127,7 @@ def _towards_chord(state: State, bracket: Bracket, curve: Curve, outlook: Outloo
     exponent = 0.0 if by_ray and not exact else _CHORD_EXPONENT
     # To the nearest size; downwards where a block of one sample more may find no gap.
     half = 0.0 if curve.readings[-1].noise == COARSE_NOISE else bracket.sizes.step / 2
-    return base * (max(outlook.careful, base) / base) ** exponent + half
+    return base * float((max(outlook.careful, base) / base) ** exponent) + half
 
 
 def _below_failure(

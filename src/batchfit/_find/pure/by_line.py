@@ -88,8 +88,8 @@ def by_line(state: State, bracket: Bracket, end: LineEnd) -> Request | str | Non
     if soaks > 1:
         return settle(state, bracket, "within_tolerance")
     low = max(end.low, good)
-    size = low if enough(low, most, state.tolerance) else (low + most) / 2
-    return Request(bracket.place(size), state.soak and not soaks)
+    target = low if enough(low, most, state.tolerance) else (low + most) / 2
+    return Request(bracket.place(target), state.soak and not soaks)
 
 
 def within_rounding(state: State, bracket: Bracket, end: LineEnd, step: Request) -> Request:
@@ -105,7 +105,6 @@ def within_rounding(state: State, bracket: Bracket, end: LineEnd, step: Request)
 def _exactly(state: State, bracket: Bracket, end: LineEnd, *, good: int, most: int) -> Request:
     """Halves what the line leaves open; what it promises is tried first."""
     # What is likely is that nothing is rounded up at the end; only then what rounding leaves open.
-    low = math.floor(end.low)
-    low = low if most >= low else end.sure
+    low = math.floor(end.low) if most >= math.floor(end.low) else end.sure
     size = bracket.place((max(good, low) + most) / 2 + bracket.sizes.step / 2)
     return Request(size, state.soak and enough(size, most, EXACT_SOAK_SHARE))
