@@ -35,6 +35,8 @@ PAGES = {  # how a page's name begins: the script that makes it
     "ragged": "ragged_gpu",
     "ranks": "ranks_gpu",
     "schedules": "schedules_gpu",
+    "search_ablation": "search_ablation",
+    "search_crowded": "search_crowded",
     "search_replayed": "search_replayed",
     "search_simulated": "search_simulated",
     "soak_length": "soak_length",

@@ -20,6 +20,9 @@ LARGEST = 2**30
 # Sizes below HORIZON are found within LIMIT trials, whatever the readings say (soaks that fail apart).
 HORIZON = 2**13
 LIMIT = 24
+# With tolerance 0: how close to the end every trial is a stability check (without it 6 % more trials;
+# benchmarks/search_ablation.py).
+EXACT_SOAK_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
