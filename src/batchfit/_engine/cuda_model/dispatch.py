@@ -31,7 +31,7 @@ from batchfit._engine.torch_private.dispatch import (
     registered,
     schema_of,
 )
-from batchfit._engine.torch_private.fake import FakeTensor
+from batchfit._engine.torch_private.fake import FakeTensor, device_of
 
 aten: Any = torch.ops.aten
 
@@ -235,7 +235,7 @@ def kernels_replaced(kernels: Mapping[str, Any], key: str) -> Iterator[None]:
 
 def is_on(device: torch.device, value: Any) -> bool:
     """Whether it is a fake tensor on that device."""
-    return isinstance(value, FakeTensor) and value.fake_device == device
+    return isinstance(value, FakeTensor) and device_of(value) == device
 
 
 # -- autocast
@@ -350,7 +350,7 @@ class _Caster:
             WIDEST: partial(self._casting, dtype_for=self._widest),
         }
         table = {
-            name: make(_operation(name))
+            name: make(operation_of(name))
             for names, make in makers.items()
             for name in names
             if name in present
@@ -430,7 +430,7 @@ class _Caster:
         return kernel
 
 
-def _operation(name: str) -> Any:
+def operation_of(name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 

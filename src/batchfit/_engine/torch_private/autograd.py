@@ -11,7 +11,7 @@ import torch
 
 from batchfit._engine.torch_private.lookup import lost_to_traces, needed, optional, refusing
 
-_NUMBER = "torch.autograd.graph.Node._sequence_nr"
+_NUMBER = "torch._C._functions.AccumulateGrad._sequence_nr"  # as every node of torch's has it
 
 # The number of the backward that runs in this thread; -1 outside.
 graph_task: Callable[[], int] = needed("torch._C._current_graph_task_id")

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from batchfit._engine.torch_private import dispatch
 from batchfit._engine.torch_private.dispatch import OpOverload, keys_of, make_subclass, schema_of, unseen
-from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, pointer_guard
+from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, device_of, pointer_guard
 from batchfit._engine.torch_private.storage import address_of
 
 aten = torch.ops.aten
@@ -143,7 +143,7 @@ class FakeResults:
                     value.shape,
                     value.stride(),
                     value.dtype,
-                    value.fake_device,
+                    device_of(value),
                     value.storage_offset(),
                     value.requires_grad,
                     value.is_inference(),
@@ -192,7 +192,7 @@ class FakeResults:
             # With a length of 1 one layout passes for another.
             if not value.is_contiguous() or value.storage_offset() or min(value.shape, default=2) < 2:
                 return None
-            parts += (value.dim(), value.shape == shape, value.dtype, value.fake_device)
+            parts += (value.dim(), value.shape == shape, value.dtype, device_of(value))
             parts += (value.requires_grad, value.is_inference())
         return tuple(parts) if self._see_named(kwargs, parts) else None
 
@@ -227,7 +227,7 @@ class FakeResults:
 
     def _made(self, one: Any, view_of: int | None, args: Any) -> _MadeResult | None:
         """How to make a tensor like this one, if that gives one like it in every respect."""
-        made = _MadeResult(one.shape, one.stride(), one.dtype, one.fake_device, one.storage_offset(), view_of)
+        made = _MadeResult(one.shape, one.stride(), one.dtype, device_of(one), one.storage_offset(), view_of)
         twin = self._again(made, args)
         same = (
             vars(twin) == vars(one)
@@ -259,9 +259,7 @@ class FakeResults:
 
     def sharing(self, fake: Any) -> Tensor:
         """Another fake tensor of the same memory, unknown to autograd."""
-        return self._view(
-            fake, fake.shape, fake.stride(), fake.storage_offset(), fake.dtype, fake.fake_device
-        )
+        return self._view(fake, fake.shape, fake.stride(), fake.storage_offset(), fake.dtype, device_of(fake))
 
     def _view(
         self, of: Any, shape: Any, stride: Any, offset: int, dtype: Any, device: torch.device

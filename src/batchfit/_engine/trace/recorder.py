@@ -29,6 +29,7 @@ from batchfit._engine.torch_private.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    device_of,
     unset_fake_temporarily,
 )
 from batchfit._engine.torch_private.pytree import tree_map
@@ -276,7 +277,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             if extra is not None and index in extra.before:
                 origin = self._where.origin("workspaces", name)
                 early.append(self.blocks.allocate(extra.before[index], origin))
-            if not isinstance(tensor, FakeTensor) or tensor.fake_device != here:
+            if not isinstance(tensor, FakeTensor) or device_of(tensor) != here:
                 continue
             if tensor not in self.blocks:
                 allocates = True
