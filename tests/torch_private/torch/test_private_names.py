@@ -16,6 +16,7 @@ from batchfit._engine.cuda_model import autocast_check, dispatch
 from batchfit._engine.torch_private import autograd, dynamo, fake, modules, pytree, storage
 from batchfit._engine.torch_private import dispatch as dispatcher
 from batchfit._engine.trace.fake_cache import FakeResults
+from batchfit._engine.trace.workload import unseen
 from batchfit.errors import BatchfitError, UntraceableError
 
 # -- taken away: refused with torch's version and what to do
@@ -289,3 +290,23 @@ def test_a_list_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     found = autocast_check.check_autocast()
     assert found.differing == ("mm is in no list", "bmm runs in bfloat16, not float32")
     assert "mm is in no list" in found.caveat
+
+
+def test_a_torch_that_was_not_tested_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used without a word unless its lists differ."""
+    asked: list[int] = []
+
+    def check() -> autocast_check.AutocastAnswer:
+        asked.append(1)
+        return autocast_check.AutocastAnswer(100, ("mm is in no list",) if len(asked) == 2 else ())
+
+    monkeypatch.setattr(autocast_check, "check_autocast", check)
+    notes = []
+    for version in ("2.15.1+cpu", "2.16.0a0+git123", "3.0.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        autocast_check.autocast_caveat.cache_clear()
+        notes.append(list(unseen([])))
+    autocast_check.autocast_caveat.cache_clear()
+    assert len(asked) == 2
+    assert [len(one) for one in notes] == [0, 0, 1]
+    assert "torch 3.0.0 differs from the lists that a trace follows (mm is in no list)" in notes[2][0]

@@ -7,6 +7,7 @@ arguments cannot be made up, only the names are compared.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from batchfit._engine.cuda_model.dispatch import (
 from batchfit._engine.torch_private.autocast import cuda_cast
 from batchfit._engine.torch_private.dispatch import registered, schema_of
 from batchfit._engine.torch_private.fake import FakeTensorMode
+from batchfit._engine.torch_private.lookup import is_tested
 
 _LOW, _WIDE = torch.bfloat16, torch.float32
 # Kernels that are registered and in no list: cuDNN's recurrent layers, which `sequences.py` stands for, and
@@ -69,6 +71,12 @@ def check_autocast() -> AutocastAnswer:
                 if found is not expected:
                     differing.append(f"{name} runs in {_text(found or given)}, not {_text(expected)}")
     return AutocastAnswer(asked, tuple(differing))
+
+
+@functools.cache
+def autocast_caveat() -> str:
+    """What a prediction should say of autocast; asked only of a version that the tests have not run on."""
+    return "" if is_tested() else check_autocast().caveat
 
 
 def _unlisted() -> Iterator[str]:

@@ -31,6 +31,7 @@ from batchfit._engine.allocator.footprint import (
     expected_end,
 )
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu
+from batchfit._engine.cuda_model.autocast_check import autocast_caveat
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.trace.blocks import counts_of_one_holder
@@ -310,6 +311,8 @@ def unseen(parts: Iterable[Any]) -> Iterator[str]:
             f"torch {torch.__version__} does not say who holds a gradient: sums that a GPU makes in place "
             "are counted as copies"
         )
+    if autocast_caveat():
+        yield autocast_caveat()
     for part in parts:
         if is_paged(part):
             yield (
