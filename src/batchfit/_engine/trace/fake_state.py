@@ -28,7 +28,7 @@ from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.torch_private.autograd import gradient_hooks
-from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value
+from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.values import WHOLE
@@ -167,7 +167,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         if isinstance(real, nn.Parameter):
             # As nn.Parameter does: not the tensor itself, which others may share, but one of the same memory.
             fake = self.results.sharing(fake).requires_grad_(real.requires_grad)
-            fake._is_param = True
+            mark_parameter(fake)
             for name, value in vars(real).items():
                 if not isinstance(value, Tensor):
                     setattr(fake, name, value)
