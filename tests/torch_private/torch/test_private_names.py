@@ -13,7 +13,7 @@ from torch import nn
 
 import batchfit
 from batchfit._engine.cuda_model import autocast_check, dispatch
-from batchfit._engine.torch_private import autograd, dynamo, fake, modules, pytree, storage
+from batchfit._engine.torch_private import autograd, dynamo, fake, modules, storage
 from batchfit._engine.torch_private import dispatch as dispatcher
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.workload import unseen
@@ -202,8 +202,8 @@ def test_who_backward_is_and_who_holds_what_may_be_unknown(monkeypatch: pytest.M
 def test_arguments_are_walked_without_torchs_own_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ([1, (2, 3)], {"a": 4})
     with monkeypatch.context() as patch:
-        found = without(patch, "pytree", "torch.utils._pytree.tree_map")
-    for walk in (found.tree_map, pytree.tree_map):
+        found = without(patch, "dispatch", "torch.utils._pytree.tree_map")
+    for walk in (found.tree_map, dispatcher.tree_map):
         assert walk(lambda one: one * 2, values) == ([2, (4, 6)], {"a": 8})
 
 

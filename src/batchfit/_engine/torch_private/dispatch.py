@@ -75,6 +75,21 @@ def registered(key: str) -> list[str]:
 # Ends what a `torch.library.Library` has put in, at once and not with its last reference.
 end_library: Callable[[Any], None] = needed("torch.library.Library._destroy", lost_to_traces)
 
+# -- arguments
+
+
+def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
+    """Lists, tuples and dicts: what the arguments of operations are made of."""
+    if type(values) in (list, tuple):
+        return type(values)(_mapped(function, one) for one in values)
+    if type(values) is dict:
+        return {name: _mapped(function, one) for name, one in values.items()}
+    return function(values)
+
+
+# The same containers with `function` of each value in them.
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = optional("torch.utils._pytree.tree_map") or _mapped
+
 # -- keys
 
 # All that the dispatcher sees of a tensor; None where it cannot be asked.

@@ -24,7 +24,7 @@ from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
 from batchfit._engine.cuda_model.sequences import packed
 from batchfit._engine.cuda_model.workspaces import Extra, Rule
 from batchfit._engine.torch_private.autograd import in_backward
-from batchfit._engine.torch_private.dispatch import OpOverload, TorchDispatchMode, is_composite
+from batchfit._engine.torch_private.dispatch import OpOverload, TorchDispatchMode, is_composite, tree_map
 from batchfit._engine.torch_private.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,7 +32,6 @@ from batchfit._engine.torch_private.fake import (
     device_of,
     unset_fake_temporarily,
 )
-from batchfit._engine.torch_private.pytree import tree_map
 from batchfit._engine.trace.blocks import Blocks, InPlace, Whereabouts
 from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
