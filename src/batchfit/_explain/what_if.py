@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.step_variables import changed_variable, mapped, step_variable
@@ -32,7 +33,6 @@ from batchfit.workload import Workload
 
 Group = Literal["checkpointing", "dtype", "loss", "optimizer", "length"]
 Context = Callable[[Workload, Any], AbstractContextManager[Any]]
-_BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SHORTEST = 16  # a sequence that is cut has at least this length
 _CHUNKS = 16  # of a loss
@@ -113,7 +113,7 @@ def _checkpointing(level: list[RepeatedBlocks], model: Any) -> Change:
             "torch.utils.checkpoint.checkpoint, m.forward, use_reentrant=False)"
         )
     cost = "one more forward pass of these blocks (about a third more time)"
-    if any(isinstance(one, _BATCH_NORM) for block in blocks for one in block.modules()):
+    if any(isinstance(one, BatchNorm) for block in blocks for one in block.modules()):
         cost += "; BatchNorm's running statistics are updated twice per step"
     name = f"activation checkpointing of each of {named}"
     return Change(name, how, cost, "checkpointing", (_Checkpointed(tuple(blocks)),))

@@ -26,8 +26,9 @@ from batchfit._engine.batch.structure import mapped
 from batchfit._engine.device.oom import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.sizing.interface import NO_WATCH
+from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_outputs, without_graph
-from batchfit._microbatch.batch_norm import BatchNorm, ExactStatistics
+from batchfit._microbatch.batch_norm import ExactStatistics
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
 from batchfit._microbatch.loss_check import LossCheck, LossInspection
 from batchfit._noise.gradient_noise import GradientNoise

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
-BatchNorm = _BatchNorm
+from batchfit._engine.torch_private.autograd import in_backward
+from batchfit._engine.torch_private.modules import BatchNorm
 
 
 def uses_batch_statistics(layer: BatchNorm) -> bool:
@@ -92,8 +92,7 @@ class ExactStatistics:
 
     def _gather(self, index: int) -> Any:
         def hook(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-            # -1: not inside a backward, where checkpointing repeats forward
-            if not layer.training or torch._C._current_graph_task_id() != -1:
+            if not layer.training or in_backward():  # where checkpointing repeats forward
                 return
             run = self._calls[index]
             self._calls[index] += 1

@@ -29,8 +29,8 @@ from batchfit._engine.sizing.interface import PassWatch, SizedBatch
 from batchfit._engine.sizing.memory_budget import whole_sentences
 from batchfit._engine.snapshot.batch_undo import BatchUndo
 from batchfit._engine.snapshot.coverage import GraphCheck, function_key, modules_held
+from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._engine.workload.checks import check_loss, loss_and_outputs
-from batchfit._microbatch.batch_norm import BatchNorm
 from batchfit._microbatch.checks import brief
 from batchfit._microbatch.context import MicrobatchContext
 from batchfit.errors import BatchfitError, NothingFitsError

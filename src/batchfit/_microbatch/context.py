@@ -26,13 +26,16 @@ from batchfit._engine.batch.user_split import Cutter
 from batchfit._engine.data_parallel.interface import DataParallel
 from batchfit._engine.device.oom import run_twice
 from batchfit._engine.device.resolve import CudaDevice, Device
-from batchfit._engine.device.tensors import is_compiled, leaves_of
+from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.sizing.interface import SizedBatch
 from batchfit._engine.sizing.ragged import RaggedSizer
 from batchfit._engine.sizing.uniform import UniformSizer
 from batchfit._engine.snapshot.batch_undo import BatchUndo, Buffers
 from batchfit._engine.snapshot.coverage import Coverage, generators_held
-from batchfit._microbatch.batch_norm import BatchNorm, uses_batch_statistics, warning
+from batchfit._engine.torch_private.autograd import has_late_hooks
+from batchfit._engine.torch_private.dynamo import is_compiled
+from batchfit._engine.torch_private.modules import BatchNorm
+from batchfit._microbatch.batch_norm import uses_batch_statistics, warning
 from batchfit._microbatch.checks import generators_of
 from batchfit.errors import BatchfitError
 
@@ -148,7 +151,7 @@ class MicrobatchContext:
     def _check_leaves(self, leaves: list[torch.Tensor]) -> None:
         """Refuse or warn of tensors that get gradients, where others did before."""
         self.ranks.check_leaves(leaves)
-        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+        if any(map(has_late_hooks, leaves)):
             self.events.once(
                 "hooks",
                 "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "

@@ -21,7 +21,6 @@ from typing import Any, Final, Literal, final
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
@@ -29,8 +28,8 @@ from batchfit._engine.device.oom import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.snapshot.coverage import loss_key
+from batchfit._engine.torch_private.modules import BatchNorm, Dropout
 from batchfit._engine.workload.checks import loss_and_outputs
-from batchfit._microbatch.batch_norm import BatchNorm
 from batchfit._microbatch.pure.loss_kind import (
     Join,
     Kind,
@@ -166,7 +165,7 @@ class LossInspection:
 
     def _with(self, count: int) -> InspectedLoss | None:
         """Inspect two sets of `count` samples; None: out of memory."""
-        for only in (None, (BatchNorm, _DropoutNd)):
+        for only in (None, (BatchNorm, Dropout)):
             found: list[InspectedLoss] = []
             try:
                 with _in_eval_mode(self.modules, only), _eagerly(self.compiled), torch.no_grad():

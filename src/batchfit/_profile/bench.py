@@ -25,9 +25,10 @@ from torch import nn
 from batchfit._engine.device import oom
 from batchfit._engine.device.readings import counts_memory
 from batchfit._engine.device.resolve import Device, Peaks
-from batchfit._engine.device.tensors import compilations, trained_in
+from batchfit._engine.device.tensors import trained_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.torch_private.dynamo import compilations
 from batchfit._engine.trial.guarded_steps import Step, guarded_steps
 from batchfit._engine.trial.in_process import FrozenGarbage, collect_garbage
 from batchfit._engine.trial.trial import run_trial

@@ -14,6 +14,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from batchfit._engine.torch_private.dynamo import is_compiled_model
+
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 Shape = tuple[tuple[int, ...], ...]
 
@@ -37,7 +39,8 @@ class InputsSeen:
 def watched_inputs(model: object) -> Iterator[InputsSeen]:
     """Inside, the calls of `model` are recorded."""
     seen = InputsSeen()
-    if not isinstance(model, nn.Module) or is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if not isinstance(model, nn.Module) or scripted or is_compiled_model(model):
         yield seen  # a scripted module takes no such hook
         return
 
@@ -53,11 +56,6 @@ def watched_inputs(model: object) -> Iterator[InputsSeen]:
         yield seen
     finally:
         handle.remove()
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a call of the model goes through torch.compile."""
-    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def batch_shapes(batch: object) -> Shape:

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-import torch
-
 from batchfit._charts.throughput_page import format_rate
 from batchfit._engine.device.readings import counts_memory
 from batchfit._engine.device.resolve import CpuDevice
+from batchfit._engine.torch_private.dynamo import DEFAULT_LIMIT, is_compiled_model, recompile_limit
 from batchfit._profile.bench import Bench
-from batchfit._profile.model_inputs import is_compiled
 from batchfit._profile.timing import TimedRun
 from batchfit.results import Accumulation, ThroughputPoint
 
@@ -135,10 +133,10 @@ def notes(
     late = [run.size for run in runs.values() if run.late_recompilations]
     if late:
         yield f"torch.compile compiled again while batch size {late[0]} was timed"
-    if bench.model is not None and is_compiled(bench.model) and len(points) >= _SIZES_MANY:
+    if bench.model is not None and is_compiled_model(bench.model) and len(points) >= _SIZES_MANY:
         yield (
             f"{len(points)} sizes of a compiled model: past recompile_limit "
-            f"({getattr(torch._dynamo.config, 'recompile_limit', 8)}) torch runs new ones eagerly"
+            f"({recompile_limit() or DEFAULT_LIMIT}) torch runs new ones eagerly"
         )
     if isinstance(bench.device, CpuDevice) and counts_memory(bench.device):
         yield "timed under virtual_memory, which makes every operation slower"

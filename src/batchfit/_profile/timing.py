@@ -21,8 +21,8 @@ import torch
 
 from batchfit._engine.device.readings import begin_peak, counts_memory
 from batchfit._engine.device.resolve import CudaDevice, Device, Peaks
-from batchfit._engine.device.tensors import compilations
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.torch_private.dynamo import compilations
 from batchfit._engine.trial.guarded_steps import (
     Step,
     StepCalls,

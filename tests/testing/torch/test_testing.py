@@ -193,7 +193,9 @@ def test_faults_around_virtual_memory() -> None:
     for _ in range(2):  # the second time virtual memory knows the sizes: that must not change the count
         with count_operations() as around, virtual_memory("64MiB"):
             train(1)
-        assert around.operations == inside.operations
+        more = around.operations - inside.operations
+        # torch 2.6 shows an outer mode one aten.detach more for each result of an operation in place.
+        assert more == (12 if torch.__version__.startswith("2.6.") else 0)
     with (
         fail_at(7) as seen,
         virtual_memory("64MiB"),

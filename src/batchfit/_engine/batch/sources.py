@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from batchfit._engine.batch.readings import CandidateReading
@@ -40,7 +38,7 @@ from batchfit._engine.batch.structure import (
     sized,
     wrong_size,
 )
-from batchfit._engine.virtual_memory.op_sizes import tracing
+from batchfit._engine.torch_private.dispatch import is_fake, tracing, unseen
 
 log = logging.getLogger("batchfit")
 
@@ -261,7 +259,7 @@ class Longest:
         if not tracing():
             return self._fetched(indices)
         if self._host_only:
-            with no_dispatch():
+            with unseen():
                 return self._repeated(indices)
         batch = self._fetched(indices)
         self._host_only = all(map(is_on_host, leaves(batch)))
@@ -332,7 +330,7 @@ def _shallow(sample: Any) -> Any:
 def is_on_host(leaf: Any) -> bool:
     """A real tensor on the CPU, or none. Of an object with a `to` of its own nobody knows."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.device.type == "cpu" and not isinstance(leaf, FakeTensor)
+        return leaf.device.type == "cpu" and not is_fake(leaf)
     return not callable(getattr(leaf, "to", None))
 
 

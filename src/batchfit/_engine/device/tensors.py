@@ -1,8 +1,7 @@
-"""What the objects of a program hold: tensors and their bytes; and whether torch.compile compiles them."""
+"""What the objects of a program hold: tensors and their bytes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
@@ -10,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from batchfit._engine.torch_private.dispatch import is_wrapper
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -77,7 +77,7 @@ def count_elements(state: object) -> int:
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own under a wrapper (DTensor, quantized weights), or the tensor."""
-    if bool(is_traceable_wrapper_subclass(tensor)):  # bool(): mypy holds such a class to be impossible
+    if is_wrapper(tensor):
         inner = (getattr(tensor, name) for name in cast("Any", tensor).__tensor_flatten__()[0])
         for part in inner:
             if isinstance(part, torch.Tensor):
@@ -126,25 +126,3 @@ def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[s
             if below:
                 waiting.extend(reversed(below.values()))
     return list(leaves.values()), tables, list(modules.values())
-
-
-def is_compiled(thing: Any) -> bool:
-    """Whether torch.compile makes new code for each new size that it is given."""
-    return (
-        hasattr(thing, "_orig_mod")
-        or hasattr(thing, "_torchdynamo_orig_callable")
-        or getattr(thing, "_compiled_call_impl", None) is not None
-    )
-
-
-def compilations() -> int:
-    """How many frames torch.compile has compiled in this process; 0 where it was never loaded."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0
-
-
-def recompile_limit() -> int | None:
-    """How many versions torch.compile makes of one function; None where it was never used."""
-    config: Any = getattr(sys.modules.get("torch._dynamo"), "config", None)
-    limit = getattr(config, "recompile_limit", getattr(config, "cache_size_limit", None))
-    return limit if isinstance(limit, int) else None

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._engine.device import oom
+from batchfit._engine.torch_private.dispatch import TorchDispatchMode, tracing
+from batchfit._engine.torch_private.storage import storage_address
 from batchfit._engine.virtual_memory import memory, op_sizes
 from batchfit._engine.virtual_memory.op_sizes import PLANS, block_bytes
 
@@ -193,7 +194,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if op_sizes.tracing():  # DTensor asks with fake tensors what an operation would do
+        if tracing():  # DTensor asks with fake tensors what an operation would do
             return func(*args, **kwargs)
         if types and not all(map(op_sizes.is_plain, types)):
             return NotImplemented  # a subclass's own dispatch runs first, and we see the tensors inside
@@ -202,14 +203,14 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         given = {
-            storage._cdata
+            storage_address(storage)
             for tensor in op_sizes.tensors_in([*args, *kwargs.values()])
             if (storage := _storage_of(tensor)) is not None
         }
         for tensor in op_sizes.tensors_in(result):
             storage = _storage_of(tensor)
-            if storage is not None and storage._cdata not in given:
-                given.add(storage._cdata)
+            if storage is not None and storage_address(storage) not in given:
+                given.add(storage_address(storage))
                 self._note(storage)
         return result
 
@@ -225,7 +226,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         events = list(self._events)
         states = [state for one in optimizers for state in one.state.values() if isinstance(state, dict)]
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        stays = {storage._cdata for storage in map(_storage_of, tensors) if storage is not None}
+        stays = {storage_address(storage) for storage in map(_storage_of, tensors) if storage is not None}
         live: dict[torch.device, dict[int, int]] = {}
         total: dict[torch.device, int] = {}
         most: dict[torch.device, int] = {}
@@ -233,7 +234,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for made in events:
             assert isinstance(made, _MadeStorage)
             storage = made()
-            if not made.size or (storage is not None and storage._cdata in stays):
+            if not made.size or (storage is not None and storage_address(storage) in stays):
                 continue
             alive = live.setdefault(made.device, {})
             before = total.get(made.device, 0)

@@ -41,6 +41,7 @@ from batchfit._engine.optimizer_step.memory import Need, StorageRecorder, free_m
 from batchfit._engine.optimizer_step.run import StepRun
 from batchfit._engine.optimizer_step.state import Undo, can_make_state, make_state, remembered, undo_all
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.torch_private.dynamo import is_compiled_function
 from batchfit._units import format_bytes
 from batchfit.errors import BatchfitError, SnapshotError
 
@@ -284,7 +285,7 @@ def _plan_of(work: StepRun) -> _StepPlan:
 
 def _is_compiled(optimizer: Optimizer) -> bool:
     """Its step is compiled: a recorder would make it run eagerly, and see other temporaries."""
-    return hasattr(optimizer.step, "_torchdynamo_orig_callable")
+    return is_compiled_function(optimizer.step)
 
 
 def _prepared(work: StepRun) -> list[Undo]:

@@ -21,10 +21,10 @@ from batchfit._engine.batch.split import Batch, pieces
 from batchfit._engine.device import readings
 from batchfit._engine.device.oom import Failure, run_guarded
 from batchfit._engine.device.resolve import CudaDevice
-from batchfit._engine.device.tensors import compilations, recompile_limit
 from batchfit._engine.sizing.interface import Pass
 from batchfit._engine.sizing.memory_budget import MemoryBudget
 from batchfit._engine.sizing.pure.sizes import Bounds, EventKind, EventLog, Learned, balanced, equal
+from batchfit._engine.torch_private.dynamo import compilations, recompile_limit
 
 log = logging.getLogger("batchfit")
 

@@ -27,6 +27,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from batchfit._engine.torch_private.modules import scripted
+
 GONE: Final[Any] = object()  # in the place of something that is not there
 ATOMS: Final = frozenset({int, float, bool, str, bytes, complex, type(None)})
 # Classes of libraries that are containers or plain records of the program's: looked into as its own are.
@@ -274,9 +276,8 @@ class Scripted(Contents):
     """What TorchScript keeps of a module: tensors, and numbers and lists that `forward` may change."""
 
     def __init__(self, module: Any) -> None:
-        kind = vars(module).get("_concrete_type")
-        self._module = module._c
-        self._values = {name: self._module.getattr(name) for name in (kind.get_attributes() if kind else ())}
+        self._module, names = scripted(module)
+        self._values = {name: self._module.getattr(name) for name in names}
 
     def restore(self) -> None:
         for name, value in self._values.items():

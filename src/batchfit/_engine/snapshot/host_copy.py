@@ -14,23 +14,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
+from batchfit._engine.torch_private.autograd import is_view
+from batchfit._engine.torch_private.dispatch import is_wrapper, make_subclass, unseen
+from batchfit._engine.torch_private.storage import WeakStorage, storage_address
 from batchfit.errors import SnapshotError
 
 _UntypedStorage: Any = torch.UntypedStorage  # its constructors have no annotations
-
-
-def unseen() -> AbstractContextManager[None]:
-    """No dispatch mode sees what happens inside."""
-    return cast("AbstractContextManager[None]", torch._C._DisableTorchDispatch())
 
 
 def synchronize(device: torch.device) -> None:
@@ -53,7 +48,7 @@ class StorageCopy:
         self.path = path
         self.device = storage.device
         self.nbytes = storage.nbytes()
-        self._weak = _weak_storage(storage)
+        self._weak = WeakStorage(storage)
         self._host: torch.UntypedStorage | None = None
         if self.nbytes > 0 and self.device.type != "meta":
             if storage.data_ptr() == 0:
@@ -64,18 +59,18 @@ class StorageCopy:
 
     def live(self) -> torch.UntypedStorage | None:
         """The storage itself, if the program still has it."""
-        return cast("torch.UntypedStorage | None", _UntypedStorage._new_with_weak_ptr(self._weak.cdata))
+        return self._weak.live()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """`tensor` looks into this storage."""
-        return bool(tensor.untyped_storage()._cdata == self._weak.cdata)
+        return self._weak.is_of(tensor)
 
     def allocate(self) -> torch.UntypedStorage:
         """The storage itself, or a new one of its size where it is gone."""
         storage = self.live()
         if storage is None:
             storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-            self._weak = _weak_storage(storage)
+            self._weak = WeakStorage(storage)
         elif storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
         return storage
@@ -103,11 +98,6 @@ def _host_storage(nbytes: int) -> torch.UntypedStorage:
     return cast("torch.UntypedStorage", _UntypedStorage(nbytes, device="cpu"))
 
 
-def _weak_storage(storage: torch.UntypedStorage) -> Any:
-    weak: Any = StorageWeakRef  # has no annotations
-    return weak(storage)
-
-
 class TensorCopy(ABC):
     """One tensor as it was: the same object with the same bits, or an equal one where it is gone.
 
@@ -133,7 +123,7 @@ class TensorCopy(ABC):
         """Cut `tensor` off from what was made since; None if only a new tensor can replace it."""
         if self.leaf and not tensor.is_leaf:
             # An in-place operation has put it into a graph, and that graph holds the step's tensors.
-            if tensor._is_view():
+            if is_view(tensor):
                 return None  # torch cannot detach a view in place
             tensor.detach_()
         self._let_go(tensor)
@@ -197,9 +187,9 @@ class StridedCopy(TensorCopy):
             nothing = torch.empty(0, dtype=self.dtype, device=self.device)
             view = nothing.set_(storage, self.offset, self.size, self.stride)
             if self.conj:
-                view = torch._conj(view)
+                view = torch.conj(view)
             if self.neg:
-                view = torch._neg_view(view)
+                view = torch.ops.aten._neg_view.default(view)
             if tensor is not None:
                 tensor.data = view
                 return tensor
@@ -207,7 +197,7 @@ class StridedCopy(TensorCopy):
 
 
 def _of_class(cls: type[torch.Tensor], tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    return tensor if cls is torch.Tensor else torch.Tensor._make_subclass(cls, tensor, requires_grad)
+    return tensor if cls is torch.Tensor else make_subclass(cls, tensor, requires_grad)
 
 
 class WholeCopy(TensorCopy):
@@ -292,7 +282,7 @@ class HostMemory:
             ) from error
 
     def _copy(self, tensor: torch.Tensor, path: str) -> TensorCopy:
-        if bool(is_traceable_wrapper_subclass(tensor)):  # bool(): mypy holds such a class to be impossible
+        if is_wrapper(tensor):
             names, _ = cast("Any", tensor).__tensor_flatten__()
             inner = {name: getattr(tensor, name) for name in names}
             parts = {
@@ -304,6 +294,7 @@ class HostMemory:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return WholeCopy(tensor, path)
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.storages:
-            self.storages[storage._cdata] = StorageCopy(storage, path)
-        return StridedCopy(tensor, path, self.storages[storage._cdata])
+        key = storage_address(storage)
+        if key not in self.storages:
+            self.storages[key] = StorageCopy(storage, path)
+        return StridedCopy(tensor, path, self.storages[key])

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from batchfit._engine.torch_private.dispatch import unseen
+from batchfit._engine.torch_private.modules import mps_generator
+
 Undo = Callable[[], object]
 
 
@@ -26,7 +29,7 @@ def global_states() -> list[tuple[str, Undo]]:
     for kind in ("cuda", "xpu"):
         states.extend(_device_states(kind))
     if _mps_available():
-        states.append(("torch's mps generator", _undo_torch(torch.mps._get_default_mps_generator())))
+        states.append(("torch's mps generator", _undo_torch(mps_generator())))
     return states
 
 
@@ -85,11 +88,11 @@ def _reseed(module: Any) -> None:
 
 def _undo_torch(generator: torch.Generator) -> Undo:
     # As a storage and not as a tensor, so that whoever counts live tensors does not count this one.
-    with torch._C._DisableTorchDispatch():
+    with unseen():
         storage = generator.get_state().untyped_storage()
 
     def undo() -> None:
-        with torch._C._DisableTorchDispatch():
+        with unseen():
             state = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             generator.set_state(state)
 

@@ -29,6 +29,7 @@ from batchfit._engine.batch.structure import children, is_array
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.torch_private.autocast import region_of
 from batchfit.workload import Workload
 
 ALLOCATOR_VARIABLES: Final = (
@@ -228,7 +229,8 @@ def _part(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return [_part(value.func), _part(value.args), _part(value.keywords)]
     if isinstance(value, torch.autocast):
-        return ["autocast", value.device, str(value.fast_dtype), value._enabled, value._cache_enabled]
+        region = region_of(value)
+        return ["autocast", region.device, str(region.dtype), region.enabled, region.caches]
     if isinstance(value, torch.amp.GradScaler):
         return ["scaler", value.is_enabled()]
     code = getattr(value, "__code__", None)  # a method's too

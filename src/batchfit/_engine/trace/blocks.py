@@ -23,20 +23,26 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import _engine_run_backward
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._engine.allocator.footprint import Origin, Trace, TraceLog
 from batchfit._engine.allocator.generation import TokenLoop, with_all_passes
 from batchfit._engine.cuda_model.dispatch import kernels_replaced
 from batchfit._engine.device.tensors import is_dense
-from batchfit._engine.trace.fake_cache import address_of
+from batchfit._engine.torch_private.autograd import (
+    current_node,
+    engine_code,
+    in_backward,
+    next_number,
+    number_of,
+)
+from batchfit._engine.torch_private.dispatch import TorchDispatchMode
+from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode
+from batchfit._engine.torch_private.storage import address_of, use_counts
 from batchfit._engine.trace.program_lines import HERE, TORCH, calling_line
 from batchfit._engine.workload import loop
 from batchfit.errors import UntraceableError
@@ -44,7 +50,7 @@ from batchfit.errors import UntraceableError
 aten: Any = torch.ops.aten
 log = logging.getLogger("batchfit")
 _ADD = aten.add.Tensor
-_ENGINE = _engine_run_backward.__code__
+_ENGINE = engine_code()
 
 
 @final
@@ -220,14 +226,14 @@ class Whereabouts:
         """
         if not torch.is_grad_enabled() or in_backward():
             return
-        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        number = next_number() - 1
         if number not in self._forward:
             self._forward[number] = (self._modules[-1] if self._modules else "", self._source())
 
     def _of_node(self) -> tuple[str, str]:
         """The module and the line whose gradient is being computed: backward itself runs in C++."""
         node = _node()
-        return self._forward.get(node._sequence_nr(), ("", "")) if node is not None else ("", "")
+        return self._forward.get(number_of(node), ("", "")) if node is not None else ("", "")
 
     def phase(self) -> str:
         """batch, forward, backward or optimizer."""
@@ -303,7 +309,7 @@ class InPlace:
         if node is None:
             self._made.pop(address, None)
         else:
-            self._made[address] = node._sequence_nr()
+            self._made[address] = number_of(node)
 
     def written_into(self, func: Any, args: Any, given: Any, *, depth: int) -> Tensor | None:
         """The argument whose memory the result takes over.
@@ -321,7 +327,7 @@ class InPlace:
         if waiting.shape != args[1].shape or not is_dense(waiting):
             return None
         alone = counts_of_one_holder()
-        return waiting if alone is not None and _holds(waiting) == alone else None
+        return waiting if alone is not None and use_counts(waiting) == alone else None
 
     def _waits(self, tensor: Tensor) -> bool:
         """Whether a gradient may be one that waits for another, and is no part of a node's own arithmetic."""
@@ -329,20 +335,15 @@ class InPlace:
         maker = self._made.get(address_of(tensor))
         if node is None or maker is None:
             return False
-        if maker != node._sequence_nr():
+        if maker != number_of(node):
             return True
         targets = [target for target in node.next_functions if target[0] is not None]
         return len(set(targets)) < len(targets)  # two of its results go to one place
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _node() -> Any:
     """The node of backward that runs, or has just run."""
-    return torch._C._current_autograd_node() if in_backward() else None
+    return current_node() if in_backward() else None
 
 
 def _by_the_engine(depth: int) -> bool:
@@ -353,24 +354,20 @@ def _by_the_engine(depth: int) -> bool:
         return True
 
 
-def _holds(tensor: Tensor) -> tuple[int, int]:
-    """How often a tensor is held, and its storage."""
-    storage, counted = tensor.untyped_storage(), cast(Any, tensor)
-    return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
-
-
 @functools.cache
 def counts_of_one_holder() -> tuple[int, int] | None:
     """As often as that where only backward holds them (and the call, and Python): seen in an example.
 
     None where a version of torch cannot be asked: sums are then copies, as a trace sees them.
     """
-    seen = []
+    if _ENGINE is None:
+        return None
+    seen: list[tuple[int, int] | None] = []
 
     class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _ADD and in_backward():
-                seen.append(_holds(args[0]))
+                seen.append(use_counts(args[0]))
             return func(*args, **(kwargs or {}))
 
     try:
@@ -383,7 +380,7 @@ def counts_of_one_holder() -> tuple[int, int] | None:
         ):
             value = torch.empty(2, requires_grad=True, device="cpu") * 1
             torch.cat([value * 2, value * 3]).sum().backward()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AttributeError) as error:
+    except (RuntimeError, UntraceableError) as error:
         log.info("gradients are traced as if they were never added in place: %s", str(error))
         return None
     return seen[0] if seen else None

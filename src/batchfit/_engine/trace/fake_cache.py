@@ -18,12 +18,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from batchfit._engine.torch_private import dispatch
+from batchfit._engine.torch_private.dispatch import OpOverload, keys_of, make_subclass, schema_of, unseen
+from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, device_of, pointer_guard
+from batchfit._engine.torch_private.storage import address_of
 
 aten = torch.ops.aten
 _META = torch.device("meta")
@@ -64,7 +68,7 @@ class FakeResults:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._guard = _pointer_guard(mode)
+        self._guard = pointer_guard(mode)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -121,7 +125,7 @@ class FakeResults:
             out = self.of(func, each, kwargs)
             if out is not None:
                 found += out
-        return found if len(func._schema.returns) else None
+        return found if len(schema_of(func).returns) else None
 
     def _repeated(self, known: Any, args: Any) -> Any:
         if known.kind is None:
@@ -139,7 +143,7 @@ class FakeResults:
                     value.shape,
                     value.stride(),
                     value.dtype,
-                    value.fake_device,
+                    device_of(value),
                     value.storage_offset(),
                     value.requires_grad,
                     value.is_inference(),
@@ -188,7 +192,7 @@ class FakeResults:
             # With a length of 1 one layout passes for another.
             if not value.is_contiguous() or value.storage_offset() or min(value.shape, default=2) < 2:
                 return None
-            parts += (value.dim(), value.shape == shape, value.dtype, value.fake_device)
+            parts += (value.dim(), value.shape == shape, value.dtype, device_of(value))
             parts += (value.requires_grad, value.is_inference())
         return tuple(parts) if self._see_named(kwargs, parts) else None
 
@@ -223,7 +227,7 @@ class FakeResults:
 
     def _made(self, one: Any, view_of: int | None, args: Any) -> _MadeResult | None:
         """How to make a tensor like this one, if that gives one like it in every respect."""
-        made = _MadeResult(one.shape, one.stride(), one.dtype, one.fake_device, one.storage_offset(), view_of)
+        made = _MadeResult(one.shape, one.stride(), one.dtype, device_of(one), one.storage_offset(), view_of)
         twin = self._again(made, args)
         same = (
             vars(twin) == vars(one)
@@ -233,7 +237,8 @@ class FakeResults:
             and twin.untyped_storage().nbytes() == one.untyped_storage().nbytes()
             and twin.requires_grad == one.requires_grad
             and twin.is_inference() == one.is_inference()
-            and torch._C._dispatch_key_set(twin) == torch._C._dispatch_key_set(one)
+            and keys_of is not None
+            and keys_of(twin) == keys_of(one)
         )
         return made if same else None
 
@@ -248,20 +253,18 @@ class FakeResults:
 
     def empty(self, shape: Any, stride: Any, dtype: Any, device: torch.device) -> Tensor:
         """A fake tensor with memory of its own."""
-        with torch._C._DisableTorchDispatch():
+        with unseen():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
         return self._dressed(bare, device)
 
     def sharing(self, fake: Any) -> Tensor:
         """Another fake tensor of the same memory, unknown to autograd."""
-        return self._view(
-            fake, fake.shape, fake.stride(), fake.storage_offset(), fake.dtype, fake.fake_device
-        )
+        return self._view(fake, fake.shape, fake.stride(), fake.storage_offset(), fake.dtype, device_of(fake))
 
     def _view(
         self, of: Any, shape: Any, stride: Any, offset: int, dtype: Any, device: torch.device
     ) -> Tensor:
-        with torch._C._DisableTorchDispatch():
+        with unseen():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
             bare.set_(of.untyped_storage(), offset, shape, stride)
         return self._dressed(bare, device)
@@ -274,8 +277,8 @@ class FakeResults:
             fake = FakeTensor(self._mode, bare, device)
             self._attributes[device] = dict(vars(fake))
         else:
-            make: Any = Tensor._make_subclass
-            fake = make(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device)
+            keys = {"dispatch_device": True, "device_for_backend_keys": device}
+            fake = make_subclass(FakeTensor, bare, False, **keys)
             self._guard(fake)
             vars(fake).update(attributes)
         made: Tensor = fake
@@ -287,19 +290,10 @@ def _modes() -> tuple[Any, ...]:
     return (
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_deterministic_algorithms(),
+        dispatch.uses_cudnn(),
+        dispatch.uses_mkldnn(),
+        torch.are_deterministic_algorithms_enabled(),
     )
-
-
-def _pointer_guard(mode: Any) -> Callable[[Any], None] | None:
-    """What makes torch object when somebody asks for a fake tensor's address; None where it is not known."""
-    allowed = getattr(mode, "_allow_unsafe_data_ptr_access", None)
-    if allowed is None:
-        return None
-    name = "_set_warn_deprecated_on_mutable_data_ptr" if allowed else "_set_throw_on_mutable_data_ptr"
-    return getattr(torch._C, name, None)
 
 
 class _About(NamedTuple):
@@ -312,9 +306,9 @@ class _About(NamedTuple):
 
 @functools.cache
 def facts_about(func: Any) -> _About:
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return _About(False, False, False)
-    schema = func._schema
+    schema = schema_of(func)
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
     # What is given as `out` may be resized.
     known = not any(tag in func.tags for tag in tags) and not any(one.is_out for one in schema.arguments)
@@ -392,8 +386,3 @@ def tensors_among(values: Any) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += tensors_among(value)
     return found
-
-
-def address_of(tensor: Tensor) -> int:
-    """Which storage it is, fake ones too."""
-    return int(tensor.untyped_storage()._cdata)

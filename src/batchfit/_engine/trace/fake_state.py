@@ -20,7 +20,6 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.snapshot.contents import ATOMS, BYTES, Contents, contents_of, is_array, is_record
@@ -28,7 +27,10 @@ from batchfit._engine.snapshot.iterators import is_iterator, twin_of, warn_of
 from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
-from batchfit._engine.trace.fake_cache import FakeResults, address_of
+from batchfit._engine.torch_private.autograd import gradient_hooks
+from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
+from batchfit._engine.torch_private.storage import address_of
+from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.values import WHOLE
 from batchfit._engine.workload.reachable import NameBinding, StepReach, kept_by_classes
 from batchfit.errors import UntraceableError
@@ -49,6 +51,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         containers: Sequence[Any] = (),
         places: Sequence[NameBinding] = (),
     ) -> None:
+        check()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # a trace keeps results itself, at a tenth of the cost
         self.results = FakeResults(self.mode)
@@ -160,21 +163,20 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             return real
         fake = self.shaped_like(real, self.device if device is None else device, sharing=True)
         if real.dim() == 0 and not real.requires_grad and real.device.type == "cpu":
-            fake.constant = real.detach().clone()  # type: ignore[attr-defined]  # a counter that is read
-            # Else torch does not know that a write makes the constant untrue.
-            self.mode.fake_tensor_converter.add_constant_storage_mapping(fake)  # type: ignore[arg-type]
+            keep_value(self.mode, fake, real.detach().clone())  # a counter that is read
         if isinstance(real, nn.Parameter):
             # As nn.Parameter does: not the tensor itself, which others may share, but one of the same memory.
             fake = self.results.sharing(fake).requires_grad_(real.requires_grad)
-            fake._is_param = True
+            mark_parameter(fake)
             for name, value in vars(real).items():
                 if not isinstance(value, Tensor):
                     setattr(fake, name, value)
             if real.requires_grad:
                 hooked: Any = fake
-                for hook in dict(real._backward_hooks or {}).values():
+                before, after = gradient_hooks(real)
+                for hook in before:
                     hooked.register_hook(hook)
-                for hook in dict(real._post_accumulate_grad_hooks or {}).values():
+                for hook in after:
                     hooked.register_post_accumulate_grad_hook(hook)
         elif real.requires_grad and real.is_leaf:
             fake.requires_grad_(True)

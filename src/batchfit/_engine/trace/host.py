@@ -14,12 +14,13 @@ from typing import Any, Never, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.torch_private.fake import FakeTensor, unset_fake_temporarily
+from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.blocks import Blocks, Whereabouts
-from batchfit._engine.trace.fake_cache import address_of, tensors_among
+from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.program_lines import calling_line
 from batchfit._engine.trace.values import KnownValues, written_by

@@ -17,21 +17,22 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
 from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
 from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
 from batchfit._engine.cuda_model.sequences import packed
 from batchfit._engine.cuda_model.workspaces import Extra, Rule
-from batchfit._engine.trace.blocks import Blocks, InPlace, Whereabouts, in_backward
+from batchfit._engine.torch_private.autograd import in_backward
+from batchfit._engine.torch_private.dispatch import OpOverload, TorchDispatchMode, is_composite, tree_map
+from batchfit._engine.torch_private.fake import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    device_of,
+    unset_fake_temporarily,
+)
+from batchfit._engine.trace.blocks import Blocks, InPlace, Whereabouts
 from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
@@ -275,7 +276,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             if extra is not None and index in extra.before:
                 origin = self._where.origin("workspaces", name)
                 early.append(self.blocks.allocate(extra.before[index], origin))
-            if not isinstance(tensor, FakeTensor) or tensor.fake_device != here:
+            if not isinstance(tensor, FakeTensor) or device_of(tensor) != here:
                 continue
             if tensor not in self.blocks:
                 allocates = True
@@ -318,13 +319,12 @@ class Operation(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, rules: CudaRules) -> Operation:
-        plain = isinstance(func, torch._ops.OpOverload)
+        plain = isinstance(func, OpOverload)
         return cls(
             str(func),
             func is _ITEM or func in _SHAPED_BY_DATA,
             rules.composite(func) if plain else None,
-            plain
-            and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+            plain and is_composite(func),
             RULES.get(func),
             STAND_INS.get(func),
             func in GEMMS,

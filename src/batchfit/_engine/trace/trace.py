@@ -30,6 +30,7 @@ from batchfit._engine.cuda_model.dispatch import CudaRules, replaced
 from batchfit._engine.device.interrupts import TraceInterrupts
 from batchfit._engine.snapshot.rng import global_states
 from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.torch_private.modules import flex_attention_check
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating, short_generation
 from batchfit._engine.trace.program_lines import HERE, TORCH
@@ -210,14 +211,13 @@ def flex_refused() -> Iterator[None]:
 
     Without its compiler it makes all scores; with it, which a trace leaves out, it makes none.
     """
-    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    before = getattr(module, "_validate_device", None)
-    if before is None:
+    place = flex_attention_check()
+    if place is None:
         yield
         return
 
     def refuse(*_: Any) -> None:
         raise NotImplementedError("FlexAttention is a compiled kernel")
 
-    with replaced(module, "_validate_device", refuse):
+    with replaced(*place, refuse):
         yield

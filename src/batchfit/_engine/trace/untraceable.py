@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+
+from batchfit._engine.torch_private.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-
 from batchfit._engine.trace.program_lines import HERE, TORCH, named
 from batchfit._engine.trace.values import Unread
 from batchfit.errors import UntraceableError

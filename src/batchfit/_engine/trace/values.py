@@ -28,12 +28,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from batchfit._engine.cuda_model.dispatch import replaced
-from batchfit._engine.trace.fake_cache import address_of
+from batchfit._engine.torch_private.dispatch import schema_of
+from batchfit._engine.torch_private.fake import FakeTensor, unset_fake_temporarily
+from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.program_lines import calling_line
 from batchfit.errors import UntraceableError
 
@@ -157,7 +158,7 @@ class KnownValues:
         return found
 
     def _compute(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
-        name = func._schema.name
+        name = schema_of(func).name
         # Operations of others may do anything, by chance too; and a product of matrices is no mask.
         if not name.startswith(("aten::", "prims::")) or name in _HEAVY:
             self._forget(func, args, kwargs)
@@ -211,7 +212,7 @@ def _is_laid_out_as(value: Tensor, fake: Tensor) -> bool:
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """Which of its arguments an operation writes into: number and name."""
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(schema_of(func).arguments)
     return tuple((i, one.name) for i, one in arguments if one.is_write or one.name in _STATISTICS)
 
 

@@ -31,7 +31,10 @@ from batchfit._engine.allocator.footprint import (
     expected_end,
 )
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu
+from batchfit._engine.cuda_model.autocast_check import autocast_caveat
 from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.torch_private.dynamo import is_compiled_model, original
+from batchfit._engine.trace.blocks import counts_of_one_holder
 from batchfit._engine.trace.fake_state import is_paged
 from batchfit._engine.trace.trace import STEPS, trace
 from batchfit._engine.workload.reachable import StepReach, reach_of
@@ -303,6 +306,13 @@ def most_on_host(sample_bytes: float) -> int:
 
 def unseen(parts: Iterable[Any]) -> Iterator[str]:
     """What a trace cannot see of the parts of a workload."""
+    if counts_of_one_holder() is None:
+        yield (
+            f"torch {torch.__version__} does not say who holds a gradient: sums that a GPU makes in place "
+            "are counted as copies"
+        )
+    if autocast_caveat():
+        yield autocast_caveat()
     for part in parts:
         if is_paged(part):
             yield (
@@ -312,8 +322,8 @@ def unseen(parts: Iterable[Any]) -> Iterator[str]:
         if not isinstance(part, nn.Module):
             continue
         for name, module in part.named_modules():
-            if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-                kind = type(getattr(module, "_orig_mod", module)).__name__
+            if is_compiled_model(module):
+                kind = type(original(module)).__name__
                 yield f"torch.compile of {name or kind}: traced as if not compiled"
 
 

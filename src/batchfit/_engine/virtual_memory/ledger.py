@@ -19,6 +19,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from batchfit._engine.torch_private.dispatch import plain_functions
+from batchfit._engine.torch_private.storage import storage_address
 from batchfit._engine.virtual_memory import op_sizes
 from batchfit._engine.virtual_memory.op_sizes import block_bytes
 from batchfit._units import format_bytes
@@ -65,7 +67,7 @@ class Ledger:
     def hold(self, storage: torch.UntypedStorage, size: int) -> None:
         """Put a storage on the count. With the lock held."""
         held = LiveStorage(storage, self.freed.append)
-        held.address = address = storage._cdata
+        held.address = address = storage_address(storage)
         held.size = size
         self.held[address] = held
         self.allocated += size
@@ -79,7 +81,7 @@ class Ledger:
                 self.drain()
             if not unknown:
                 return asked if asked and self.allocated + asked > self.limit else 0
-            new = {storage._cdata: storage for storage in unknown}
+            new = {storage_address(storage): storage for storage in unknown}
             sizes = {address: block_bytes(storage.nbytes()) for address, storage in new.items()}
             wanted = asked + sum(sizes.values())
             if wanted and self.allocated + wanted > self.limit:
@@ -98,7 +100,7 @@ class Ledger:
             if len(fresh) == 1:
                 sizes = [block_bytes(fresh[0].nbytes())]
             else:
-                fresh = list({storage._cdata: storage for storage in fresh}.values())
+                fresh = list({storage_address(storage): storage for storage in fresh}.values())
                 sizes = [block_bytes(storage.nbytes()) for storage in fresh]
             size = sum(sizes)
             if size > granted and self.allocated + size > self.limit:
@@ -119,7 +121,7 @@ class Ledger:
         """Count a storage again after its length may have changed."""
         with self.lock:
             self.drain()
-            held = self.held.get(storage._cdata)
+            held = self.held.get(storage_address(storage))
             size = block_bytes(storage.nbytes())
             if held is None:
                 self.hold(storage, size)
@@ -130,7 +132,7 @@ class Ledger:
     def count_living(self) -> None:
         """Count the tensors that are alive now. Those that only an autograd graph holds have no Python
         object to be found by: they are counted when backward first uses them."""
-        with self.lock, torch._C.DisableTorchFunctionSubclass():
+        with self.lock, plain_functions():
             for thing in gc.get_objects():
                 if not issubclass(type(thing), Tensor):
                     continue
@@ -139,7 +141,7 @@ class Ledger:
                     continue
                 gradient = thing.grad if thing.is_leaf else None
                 for one in (storage, None if gradient is None else op_sizes.storage_of(gradient)):
-                    if one is not None and one._cdata not in self.held:
+                    if one is not None and storage_address(one) not in self.held:
                         self.hold(one, block_bytes(one.nbytes()))
 
     def close(self) -> None:

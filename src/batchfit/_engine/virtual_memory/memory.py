@@ -11,23 +11,27 @@ Rules that this module keeps:
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchfit._engine.torch_private import dynamo
+from batchfit._engine.torch_private.dispatch import (
+    COMPOSITE,
+    TorchDispatchMode,
+    is_composite,
+    kernel_of,
+    tracing,
+)
+from batchfit._engine.torch_private.storage import storage_address
 from batchfit._engine.virtual_memory import op_sizes
 from batchfit._engine.virtual_memory.ledger import Ledger
 from batchfit._engine.virtual_memory.op_sizes import PLANS, SIZES, block_bytes
 from batchfit._units import format_bytes, parse_bytes
-
-_COMPOSITE_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
-_frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
 
 
 class _Refused:
@@ -107,8 +111,8 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # torch then wraps our dispatch, whose frame keeps the arguments alive in the error's traceback, and
-        # which imports dynamo: only where `_skipped_by_dynamo` can't do the same.
-        return not (hasattr(_frames, "set_code_exec_strategy") or hasattr(_frames, "skip_code"))
+        # which imports dynamo: only where `dynamo.skip` can't do the same.
+        return not dynamo.SKIPS
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,13 +121,13 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {}
         if types and not all(map(op_sizes.is_plain, types)):
             # A subclass's own dispatch runs first, and we see what it does with the tensors inside.
-            return func(*args, **kwargs) if op_sizes.tracing() else NotImplemented
+            return func(*args, **kwargs) if tracing() else NotImplemented
         plan = PLANS.get(id(func)) or op_sizes.plan_of(func)
         if plan == op_sizes.VIEW or self.ledger.off:
             return func(*args, **kwargs)
         if plan == op_sizes.COMPOSITE:
             with self:  # not func.decompose(): where it has a Python twin, that one rounds differently
-                return func._op_dk(_COMPOSITE_KEY, *args, **kwargs)
+                return kernel_of(func)(COMPOSITE, *args, **kwargs)
         if plan == op_sizes.NEW or plan == op_sizes.NEW_BY_SHAPE:
             result = self._run_sized(func, args, kwargs, plan == op_sizes.NEW_BY_SHAPE)
         else:
@@ -159,7 +163,7 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if asked < 0:
             return self._run_unsized(func, args, kwargs)
         wanted = ledger.admit(unknown, asked)
-        if wanted and op_sizes.tracing():
+        if wanted and tracing():
             return func(*args, **kwargs)
         if wanted:
             return _Refused(wanted)
@@ -167,7 +171,7 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = ledger.admit_result(result, asked)
         if size < 0:
             return _Refused(-size)
-        if (not proven or size != asked) and not op_sizes.tracing():
+        if (not proven or size != asked) and not tracing():
             op_sizes.remember(key, size)
         return result
 
@@ -219,17 +223,9 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return unknown
 
 
-def _skipped_by_dynamo(functions: Iterable[Any]) -> None:
-    """Keep dynamo from compiling our frames where the user's are under torch.compile."""
-    for code in filter(None, (getattr(function, "__code__", None) for function in functions)):
-        if hasattr(_frames, "set_code_exec_strategy"):
-            skip = _frames._FrameAction.SKIP
-            _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
-        elif hasattr(_frames, "skip_code"):
-            _frames.skip_code(code)
-
-
-_skipped_by_dynamo([*vars(_CountingMode).values(), *vars(Ledger).values(), *vars(op_sizes).values()])
+dynamo.skip(
+    [*vars(_CountingMode).values(), *vars(Ledger).values(), *vars(op_sizes).values(), tracing, is_composite]
+)
 
 
 class _Active(threading.local):
@@ -264,7 +260,7 @@ def _storage_resizes_counted() -> Iterator[None]:
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         ledger = None if _active.memory is None else _active.memory._ledger
-        if ledger is None or ledger.off or storage._cdata not in ledger.held:
+        if ledger is None or ledger.off or storage_address(storage) not in ledger.held:
             return plain(storage, size)
         wanted = ledger.admit_resize([], block_bytes(size))
         if wanted:
@@ -325,7 +321,7 @@ def eagerly() -> Iterator[None]:
     dynamo gives up for good on a function that it first meets under a dispatch mode (ours count memory, FLOPs
     or a trace): every later call, outside too, would run eagerly without a warning.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes a second
+    if not dynamo.is_loaded():  # nothing is compiled
         yield
         return
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):

@@ -17,8 +17,16 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._mode_utils import no_dispatch
+
+from batchfit._engine.torch_private.dispatch import (
+    NO_DISPATCH,
+    OpOverload,
+    is_composite,
+    plain_functions,
+    schema_of,
+    unseen,
+)
+from batchfit._engine.torch_private.storage import storage_address
 
 # What kind of call an operation is. From 1, so that `PLANS.get(id(op)) or plan_of(op)` works.
 VIEW: Final = 1  # returns what it was given, in another shape: nothing to count
@@ -67,8 +75,6 @@ KINDS: dict[type, int] = {
 _NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
 _torch: Any = torch  # for what has no annotations there
 _UntypedStorage: Any = torch.UntypedStorage
-_MODE_KEY = torch._C._TorchDispatchModeKey
-_TRACING_KEYS = (_MODE_KEY.FAKE, _MODE_KEY.PROXY, _MODE_KEY.FUNCTIONAL)
 
 
 class Unsizable(Exception):
@@ -101,9 +107,9 @@ def plan_of(op: Any) -> int:
 
 
 def _plan(op: Any) -> int:
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    if is_composite(op):
         return COMPOSITE
-    schema = op._schema
+    schema = schema_of(op)
     name = schema.name.rpartition("::")[2]
     if name in _RESIZERS or any(argument.is_out for argument in schema.arguments):
         return RESIZE
@@ -137,7 +143,7 @@ def describe(
         code = KINDS.get(kind) or kind_of(kind)
         if code == TENSOR:
             storage = value.untyped_storage()
-            if storage._cdata not in known:
+            if storage_address(storage) not in known:
                 if not value.is_cpu:
                     raise Unsizable
                 unknown.append(storage)
@@ -170,24 +176,26 @@ def unknown_storages(values: Iterable[Any], known: dict[int, Any], unknown: list
                 storage = value.untyped_storage()
             except _NO_STORAGE:
                 continue
-            if storage._cdata not in known and value.is_cpu:
+            if storage_address(storage) not in known and value.is_cpu:
                 unknown.append(storage)
             continue
         code = KINDS.get(kind) or kind_of(kind)
         if code == TENSOR:
             held = storage_of(value)
-            if held is not None and held._cdata not in known:
+            if held is not None and storage_address(held) not in known:
                 unknown.append(held)
         elif code == SEQUENCE:
             unknown_storages(value, known, unknown)
-        elif kind is torch.UntypedStorage and value.device.type == "cpu" and value._cdata not in known:
+        elif kind is not torch.UntypedStorage or value.device.type != "cpu":
+            continue
+        elif storage_address(value) not in known:
             unknown.append(value)
 
 
 def is_plain(kind: type) -> bool:
     """Whether tensors of this type hold their own memory: a subclass with a dispatch of its own may not."""
     dispatch: object = getattr(kind, "__torch_dispatch__", None)
-    return dispatch is torch._C._disabled_torch_dispatch_impl
+    return dispatch is NO_DISPATCH
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -195,7 +203,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     if not is_plain(type(tensor)) or not tensor.is_cpu:
         return None
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return tensor.untyped_storage()
     except _NO_STORAGE:
         return None
@@ -225,17 +233,18 @@ def computed_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
         dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return block_bytes(math.prod(args[0]) * dtype.itemsize)
     try:
-        with no_dispatch():
+        with unseen():
             given: dict[int, torch.UntypedStorage] = {}
             meta_args = [_to_meta(value, given) for value in args]
             meta_kwargs = {name: _to_meta(value, given) for name, value in kwargs.items()}
-            before = {address: storage.nbytes() for address, storage in given.items()}
+            before = {key: storage.nbytes() for key, storage in given.items()}
             made = op(*meta_args, **meta_kwargs)
             if op in _NORMS and not (op is _BATCH_NORM and args[5]):
                 made = made[:1]
-            after = given | {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors_in(made))}
+            results = [tensor.untyped_storage() for tensor in tensors_in(made)]
+            after = given | {storage_address(storage): storage for storage in results}
             # A storage that an argument lent and that is longer now was allocated again.
-            grown = (s.nbytes() for address, s in after.items() if s.nbytes() > before.get(address, 0))
+            grown = (s.nbytes() for key, s in after.items() if s.nbytes() > before.get(key, 0))
             return sum(block_bytes(size) for size in grown)
     except Exception:  # noqa: BLE001 - whatever a missing or failing meta kernel raises, the real run will show
         return None
@@ -273,7 +282,7 @@ def _to_meta(value: Any, given: dict[int, torch.UntypedStorage]) -> Any:
         return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
     if isinstance(value, torch.UntypedStorage):
         storage = _UntypedStorage(value.nbytes(), device="meta")
-        given[storage._cdata] = storage
+        given[storage_address(storage)] = storage
         return storage
     if isinstance(value, list | tuple):
         return [_to_meta(part, given) for part in value]
@@ -282,18 +291,13 @@ def _to_meta(value: Any, given: dict[int, torch.UntypedStorage]) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def tracing() -> bool:
-    """Whether torch's own tracing (a `FakeTensorMode`, ...) comes after us: nothing real is made then."""
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_KEYS)
-
-
 def counted_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Bytes that a data-dependent operation will take, by counting its data; None: cannot be counted."""
     count = _COUNTERS.get(op)
     if count is None:
         return None
     try:
-        with no_dispatch():
+        with unseen():
             return count(*args, **kwargs)
     except Exception:  # noqa: BLE001 - odd arguments: the operation itself will say what is wrong with them
         return None

@@ -28,10 +28,11 @@ from torch import nn
 
 from batchfit._engine.batch.structure import leaves
 from batchfit._engine.device.tensors import plain_parts
+from batchfit._engine.torch_private.dynamo import COMPILED_CALL
+from batchfit._engine.torch_private.modules import call_of
 from batchfit._engine.virtual_memory.op_sizes import block_bytes
 
 PHASES = ("batch", "forward", "backward", "optimizer")
-_SLOT = "_compiled_call_impl"
 # Passes of a step that accumulates gradients, where memory is all that is asked about: the first without
 # gradients, one beside those of the first, and one beside what that one has left. The others are like it.
 PASSES = 3
@@ -142,15 +143,15 @@ def catching(model: Any, variables: Variables | None) -> Iterator[None]:
         yield
         return
     slots = vars(model)
-    had, before = _SLOT in slots, slots.get(_SLOT)
-    slots[_SLOT] = _Caught(model, before, variables)
+    had, before = COMPILED_CALL in slots, slots.get(COMPILED_CALL)
+    slots[COMPILED_CALL] = _Caught(model, before, variables)
     try:
         yield
     finally:
         if had:
-            slots[_SLOT] = before
+            slots[COMPILED_CALL] = before
         else:
-            slots.pop(_SLOT, None)
+            slots.pop(COMPILED_CALL, None)
 
 
 @final
@@ -158,7 +159,7 @@ class _Caught:
     """Calls a module as torch would have, and keeps what the outermost call returned."""
 
     def __init__(self, model: nn.Module, compiled: Any, variables: Variables) -> None:
-        self._call = model._call_impl if compiled is None else compiled
+        self._call = call_of(model) if compiled is None else compiled
         self._variables = variables
         self._depth = 0
 

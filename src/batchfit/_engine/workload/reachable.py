@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from batchfit._engine.snapshot.contents import is_array, is_installed, is_own, items_of, tables_of
+from batchfit._engine.torch_private.autograd import gradient_hooks
 from batchfit.workload import Workload
 
 _PARTS = (
@@ -174,8 +175,8 @@ def _reached_from(value: Any, depth: int) -> Iterator[Any]:
 def hooks_of(parts: list[Any]) -> list[Any]:
     """What a program has hung on its parameters: an optimizer that steps in backward."""
     tensors = (one for part in parts if isinstance(part, nn.Module) for one in part.parameters())
-    tables = (table for one in tensors for table in (one._backward_hooks, one._post_accumulate_grad_hooks))
-    return list({id(hook): hook for table in tables for hook in dict(table or {}).values()}.values())
+    tables = (table for one in tensors for table in gradient_hooks(one))
+    return list({id(hook): hook for table in tables for hook in table}.values())
 
 
 def kept_by_classes(kind: type) -> Iterator[Any]:
