@@ -14,9 +14,7 @@ from typing import Any, Final, final
 
 import torch
 
-_foreach_norm: Any = torch._foreach_norm
-_foreach_sub_: Any = torch._foreach_sub_
-_foreach_copy_: Any = torch._foreach_copy_
+from batchfit._engine.torch_private import amp, foreach
 
 _MOST_WAITING: Final = 64  # far more than a host is ever ahead of its device
 
@@ -49,7 +47,7 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
     sums = []
     for (_, dtype), some in groups.items():
         # Without a dtype for fp32: older torch has no such argument, and has the fast path for this one.
-        norms = _foreach_norm(some, 2) if dtype in (torch.float32, torch.float64) else _wide_norms(some)
+        norms = foreach.norm(some, 2) if dtype in (torch.float32, torch.float64) else _wide_norms(some)
         sums.append(torch.stack(list(norms)).to(wide).square().sum().to(device, non_blocking=True))
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
@@ -63,7 +61,7 @@ def together(norms: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor
 
 def _wide_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        return list(_foreach_norm(tensors, 2, dtype=torch.float32))
+        return list(foreach.norm(tensors, 2, dtype=torch.float32))
     except TypeError:  # a torch without that argument
         return [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
 
@@ -135,8 +133,8 @@ def _unscaled(squared: torch.Tensor, scaler: Any) -> torch.Tensor:
     """Without what a GradScaler has multiplied the loss with, as it is now: `update` writes it in place."""
     if scaler is None or not scaler.is_enabled():
         return squared
-    scale = getattr(scaler, "_scale", None)  # on its device: `get_scale` would wait for that
-    if isinstance(scale, torch.Tensor):
+    scale = amp.scale_of(scaler)  # on its device: `get_scale` would wait for that
+    if scale is not None:
         return squared / scale.to(squared.device, non_blocking=True).square()
     return squared / float(scaler.get_scale()) ** 2
 
@@ -195,7 +193,7 @@ class Parts:
         if any(leaf.grad is not None and leaf.grad.is_sparse for leaf in leaves):
             raise TypeError("gradients must be dense with mode='exact', not sparse: use mode='cheap'")
         if moved:
-            _foreach_sub_([copies[leaf] for leaf in moved], [leaf.grad for leaf in moved])
+            foreach.sub_([copies[leaf] for leaf in moved], [leaf.grad for leaf in moved])
         return gradients_of(fresh) + [copies[leaf] for leaf in moved]
 
     @torch.no_grad()
@@ -208,7 +206,7 @@ class Parts:
             self._live.add(leaf)
         live = [leaf for leaf in leaves if leaf in self._live]
         if live:
-            _foreach_copy_([copies[leaf] for leaf in live], [leaf.grad for leaf in live])
+            foreach.copy_([copies[leaf] for leaf in live], [leaf.grad for leaf in live])
 
 
 @final

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from torch_private import gradient_hooks
 
 pytest.importorskip("torchtune", reason="needs torchtune")

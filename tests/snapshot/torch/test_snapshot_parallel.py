@@ -10,6 +10,7 @@ from state_judge import Fault, World, fingerprint, noise, raw, repeat, seeded
 from torch import nn
 
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.torch_private import fsdp2
 from batchfit.errors import SnapshotError
 
 
@@ -114,7 +115,7 @@ def test_parallel_modules_that_stop_in_the_middle(name: str, warm: int) -> None:
         snapshot = Snapshot.take(world.state)
         with pytest.raises(torch.OutOfMemoryError), Fault(at, after=at % 2 == 0):
             world.step()
-        if name == "fsdp2" and not hasattr(world.state[0]._get_fsdp_state(), "_reset_iter_state"):
+        if name == "fsdp2" and not fsdp2.can_reset():
             pytest.skip("this torch cannot reset FSDP2")
         snapshot.restore()
         assert facts(world) == before, f"stopped at operation {at}"

@@ -21,9 +21,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.snapshot import rng
-
-_foreach_copy: Any = torch._foreach_copy_
-_foreach_add: Any = torch._foreach_add_
+from batchfit._engine.torch_private import amp, foreach
 
 
 @final
@@ -57,7 +55,7 @@ class Buffers:
                 self._twins, self._groups = twins, _grouped(tensors, twins)
             else:
                 for live, twins in self._groups:
-                    _foreach_copy(twins, live)
+                    foreach.copy_(twins, live)
         self._tensors = tensors
 
     def restore(self) -> None:
@@ -70,7 +68,7 @@ class Buffers:
                 table.update(held)
         with torch.no_grad():
             for live, twins in self._groups:
-                _foreach_copy(live, twins)
+                foreach.copy_(live, twins)
 
     def forget(self) -> None:
         """Keep nothing of the modules but the twins until the next `take`."""
@@ -126,7 +124,7 @@ class BatchUndo:
         self._scaler = scaler
         self._own = generators
         self._undos = [*self.random_states(), *more]
-        self._scaler_state = _scaler_state(scaler)
+        self._scaler_state = amp.attributes(scaler)
         self.old: list[torch.Tensor | None] = []
         self._kept = False
 
@@ -189,9 +187,9 @@ class BatchUndo:
                 else:  # sparse: the sum allocates, so it is made before anything is changed
                     sums.append((leaf, old + new))
             if old_grads:
-                _foreach_add(old_grads, new_grads)
+                foreach.add_(old_grads, new_grads)
             if instead:
-                _foreach_copy(*replaced)
+                foreach.copy_(*replaced)
         # From here on nothing can fail.
         self._kept = True
         for leaf, old in waiting:
@@ -216,17 +214,3 @@ def _is_dead(error: BaseException | None) -> bool:
     from batchfit._engine.device import oom
 
     return error is not None and oom.classify(error) == "fatal"
-
-
-def _scaler_state(scaler: Any) -> dict[str, Any] | None:
-    """What `scale()` may set up: its tensors are made late, and never written by it."""
-    if scaler is None or not hasattr(scaler, "__dict__"):
-        return None
-    state = dict(vars(scaler))
-    table = state.get("_per_optimizer_states")
-    if table is not None:
-        copied = table.copy()
-        for key, value in table.items():
-            copied[key] = dict(value) if isinstance(value, dict) else value
-        state["_per_optimizer_states"] = copied
-    return state

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, final
@@ -28,6 +27,8 @@ from batchfit._engine.snapshot.iterators import is_iterator, twin_of, warn_of
 from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.torch_private import amp
+from batchfit._engine.torch_private.optimizers import chooses_foreach
 from batchfit._engine.trace.fake_cache import FakeResults, address_of
 from batchfit._engine.trace.values import WHOLE
 from batchfit._engine.workload.reachable import NameBinding, StepReach, kept_by_classes
@@ -238,7 +239,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._optimizers.append(optimizer)
         groups = [(group, dict(group)) for group in optimizer.param_groups]
         state = optimizer.state
-        chooses = _chooses_foreach(optimizer)
+        chooses = chooses_foreach(optimizer)
         for group, values in groups:
             for index, one in enumerate(values["params"]):
                 if id(one) not in self._fakes:  # of no module: a prompt, a temperature
@@ -290,10 +291,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         return faked
 
     def _fake_scaler(self, scaler: Any) -> None:
-        states = vars(scaler).get("_per_optimizer_states")
-        scaler._scale = scaler._growth_tracker = None
-        if states is not None:
-            scaler._per_optimizer_states = defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
+        amp.begin_anew(scaler)
 
     def _keep(self, root: Any) -> None:
         """Later restores what `root` holds now: its attributes and its items, and theirs in turn."""
@@ -389,15 +387,6 @@ def _clear_if_filled(cached: Any, misses: int) -> None:
     """Forget what a cache was given in a trace: fakes; what it held before is made again when asked for."""
     if cached.cache_info().misses != misses:
         cached.cache_clear()
-
-
-def _chooses_foreach(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer takes its foreach form on a GPU of its own accord; torch's Adafactor does not."""
-    return any(
-        hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach")
-        for kind in type(optimizer).__mro__
-        if kind is not torch.optim.Optimizer
-    )
 
 
 _LEAST_PAGED = 1e5  # elements: bitsandbytes pages no smaller state

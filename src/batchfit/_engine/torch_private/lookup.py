@@ -1,0 +1,55 @@
+"""Asks torch for a private name, and says what is lost where this torch has none of that name.
+
+Rules:
+- A name is asked for once, when the module that needs it is loaded. What is found is torch's own object: to
+  call it costs no more than before.
+- In the place of one that is missing stands a function that refuses, with torch's version and what to do;
+  or None, where the caller has another answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Never
+
+import torch
+
+from batchfit.errors import BatchfitError, UntraceableError
+
+TESTED = "2.6 to 2.15"  # the versions of torch that the tests have run on
+
+
+def optional(path: str) -> Any:
+    """What torch has under a dotted path that begins with "torch"; None where it has no such name."""
+    found: Any = torch
+    for part in path.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found
+
+
+def lost(path: str) -> BatchfitError:
+    """The refusal of all that needs this name."""
+    return BatchfitError(
+        f"torch {torch.__version__} has no {path}, which batchfit needs for this: use a torch that it is "
+        f"tested with ({TESTED})"
+    )
+
+
+def lost_to_traces(path: str) -> UntraceableError:
+    """The refusal of a trace that needs this name."""
+    return UntraceableError("", "", f"torch {torch.__version__} has no {path} (tested with torch {TESTED})")
+
+
+def refusing(path: str, refusal: Callable[[str], BatchfitError] = lost) -> Any:
+    """A function that stands in the place of a missing one: it raises `refusal`."""
+
+    def refuse(*_: Any, **__: Any) -> Never:
+        raise refusal(path)
+
+    return refuse
+
+
+def needed(path: str, refusal: Callable[[str], BatchfitError] = lost) -> Any:
+    """What torch has under a dotted path; else a function that raises `refusal`."""
+    found = optional(path)
+    return refusing(path, refusal) if found is None else found
