@@ -25,10 +25,10 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._engine.device import oom
 from batchfit._engine.torch_private import process_groups
+from batchfit._engine.torch_private.dispatch import TorchDispatchMode
 
 _SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # They send nothing: one waits for what was sent, the others only wrap.
