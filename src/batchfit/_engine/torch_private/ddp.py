@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.torch_private import needs
@@ -76,7 +77,18 @@ def reduced_parameters(model: DistributedDataParallel) -> int | None:
 
 def can_reset() -> bool:
     """Whether this torch's reducer can be reset."""
-    import torch.distributed as dist
-
     kind = getattr(dist, "Reducer", None)
     return hasattr(kind, "_reset_state") and hasattr(kind, "_get_zeros_like_grad_buckets")
+
+
+def missing() -> list[str]:
+    """What is read here, and DistributedDataParallel of this torch nowhere uses."""
+    codes = [
+        one.__code__
+        for kind in DistributedDataParallel.__mro__
+        for one in vars(kind).values()
+        if hasattr(one, "__code__")
+    ]
+    used = {name for code in codes for name in code.co_names}
+    rebuilds = hasattr(getattr(dist, "Reducer", None), "_rebuild_buckets")
+    return [*(name for name in _STATE if name not in used), *([] if rebuilds else ["_rebuild_buckets"])]

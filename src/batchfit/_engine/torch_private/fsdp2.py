@@ -6,6 +6,7 @@ refused; a factor that gradients are divided by is read or refused, never assume
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any, Final
@@ -65,9 +66,7 @@ def has_reset(root: Any) -> bool:
 
 def can_reset() -> bool:
     """Whether this torch can reset FSDP2 after a step that failed in it."""
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-    return hasattr(FSDPState, "_reset_iter_state")
+    return hasattr(_part("_fsdp_state", "FSDPState"), "_reset_iter_state")
 
 
 def reset(root: Any) -> None:
@@ -117,14 +116,48 @@ def divide_factor(group: Any) -> float | None:
 
 def reads_factor() -> bool:
     """Whether a factor of the user's can be read."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    return "gradient_divide_factor" in _used_in(_part("_fsdp_param_group", "FSDPParamGroup"))
 
-    return "gradient_divide_factor" in FSDPParamGroup.__init__.__code__.co_names
+
+def missing() -> list[str]:
+    """What is read here, and FSDP2 of this torch nowhere uses."""
+    found = []
+    for module, kind, names in _NAMES:
+        used = _used_in(_part(module, kind))
+        found += [f"{kind}.{name}" for name in names.split() if name not in used]
+    return found
 
 
 def runs_on_cpu() -> bool:
     """Whether FSDP2 runs on a CPU."""
     return hasattr(torch.cpu.Stream, "record_event")
+
+
+_OF_GROUPS: Final = "fsdp_params reduce_grads all_reduce_grads _post_forward_indices"
+_NAMES: Final = (
+    ("_fully_shard", "FSDPModule", "_get_fsdp_state"),
+    ("_fsdp_state", "FSDPState", "_is_root _state_ctx _comm_ctx _training_state _fsdp_param_group"),
+    ("_fsdp_state", "FSDPStateContext", "all_states"),
+    ("_fsdp_param_group", "FSDPCommContext", "post_forward_order"),
+    ("_fsdp_param_group", "FSDPParamGroup", _OF_GROUPS),
+    ("_fsdp_param", "FSDPParam", "sharded_param is_dtensor _unsharded_param"),
+)
+
+
+def _part(module: str, name: str) -> Any:
+    """A class of FSDP2's; None where it is not there."""
+    try:
+        return getattr(importlib.import_module(f"torch.distributed.fsdp._fully_shard.{module}"), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+def _used_in(kind: Any) -> set[str]:
+    """The names that a class has, and those that its methods use."""
+    if kind is None:
+        return set()
+    codes = [one.__code__ for one in vars(kind).values() if hasattr(one, "__code__")]
+    return {*vars(kind), *(name for code in codes for name in code.co_names)}
 
 
 def _state(module: Any) -> Any:

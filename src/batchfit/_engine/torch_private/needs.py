@@ -28,13 +28,17 @@ class Ground:
     since: str = ""  # the oldest torch that was seen to have it; "" where all of the tested ones do
     refused: bool = True  # or answered in a poorer way
 
-    def why(self) -> str:
-        """Why it is not to be had here, as a sentence without its end."""
+    def reason(self) -> str:
+        """What this torch lacks, what is lost by that, and what to do; begins with a verb."""
         if self.since:
             needs = f"needs torch {self.since} or later, and this is {torch.__version__}"
         else:
             needs = f"needs what torch {_TESTED} has, and {torch.__version__} has not"
-        return f"{self.feature} {needs}: {self.lost}. {self.remedy}"
+        return f"{needs}: {self.lost}. {self.remedy}"
+
+    def why(self) -> str:
+        """The same, of the feature."""
+        return f"{self.feature} {self.reason()}"
 
     def refusal(self, kind: type[_E] = BatchfitError) -> _E:  # type: ignore[assignment]
         """The error for who asked for it."""
@@ -43,7 +47,7 @@ class Ground:
 
 _OTHER_TORCH: Final = "Use one of those versions"
 FSDP2_STATE: Final = Ground(
-    feature="batchfit with models under FSDP2",
+    feature="a model under FSDP2",
     lost="what a model shards, and whether it is at rest, cannot be read",
     remedy=f"{_OTHER_TORCH}, or DistributedDataParallel",
 )
@@ -72,7 +76,7 @@ DDP_RESET: Final = Ground(
     remedy=_OTHER_TORCH,
 )
 DDP_STATE: Final = Ground(
-    feature="batchfit with models in DistributedDataParallel",
+    feature="a model in DistributedDataParallel",
     lost="hooks, delayed parameters and rebuilt buckets cannot be read, and ranks could send what others do "
     "not wait for",
     remedy=_OTHER_TORCH,
@@ -95,7 +99,7 @@ OPTIMIZER_STATE: Final = Ground(
     refused=False,
 )
 GROUP_COUNTERS: Final = Ground(
-    feature="a search or a batch on several ranks whose step has collectives",
+    feature="a step with collectives on several ranks",
     lost="how many collectives a process group has begun cannot be read, and a rank that fails would leave "
     "the others waiting",
     remedy=_OTHER_TORCH,
