@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 
-from batchfit._engine.torch_private.lookup import lost, optional
+from batchfit._engine.torch_private.dispatch import TorchDispatchMode
+from batchfit._engine.torch_private.lookup import lost, needed, optional
 
-if TYPE_CHECKING:
-    from batchfit._engine.torch_private.fake import FakeTensorMode
-
+_keys_of: Callable[[torch.Tensor], Any] = needed("torch._C._dispatch_keys")
 _FIELDS = ("device", "fast_dtype", "_enabled", "_cache_enabled")
 
 
@@ -36,29 +37,44 @@ def set_region(context: Any, *, device: str, enabled: bool) -> None:
     context.device, context._enabled = device, enabled
 
 
-def cuda_dtype(operation: Any, *args: Any) -> torch.dtype | None:
-    """The dtype in which CUDA's autocast to bf16 runs an operation; None where torch cannot be asked.
+@final
+class _Seen(Exception):
+    """The first operation is seen, and need not run."""
 
-    `args` are made by `fake_cuda`. The operation is sent through the kernel of CUDA's list, on fake tensors:
-    no GPU is needed, nor a build for one.
+
+@final
+class _FirstOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what autocast does first: it casts, or it calls the operation. Nothing runs."""
+
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import dynamo, which takes a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked by autocast, of each argument
+            return func(*args)
+        self.dtype = (kwargs or {}).get("dtype")
+        raise _Seen
+
+
+def cuda_cast(operation: Any, args: Sequence[Any], like: torch.Tensor) -> torch.dtype | None:
+    """The dtype that CUDA's autocast to bf16 casts to before this operation; None where it does not cast.
+
+    The tensors among `args` are made inside a `FakeTensorMode`, on a CUDA device (which need not be there)
+    as `like` is. Without a GPU, or a build for one, torch has its lists all the same.
     """
-    keys_of, key = optional("torch._C._dispatch_keys"), optional("torch._C.DispatchKey.AutocastCUDA")
-    if keys_of is None or key is None or not hasattr(operation, "redispatch"):
-        return None
+    key = optional("torch._C.DispatchKey.AutocastCUDA")
+    keys = _keys_of(like).add(key)
     was, low = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    first = _FirstOperation()  # type: ignore[no-untyped-call]
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:
-        out = operation.redispatch(keys_of(args[0]).add(key), *args)
-    except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel, or other arguments
-        return None
+        with contextlib.suppress(_Seen), first:
+            operation.redispatch(keys, *args)
     finally:
         torch.set_autocast_enabled("cuda", was)
         torch.set_autocast_dtype("cuda", low)
-    return out.dtype if isinstance(out, torch.Tensor) else None
-
-
-def fake_cuda(dtype: torch.dtype, *, mode: FakeTensorMode) -> torch.Tensor:
-    """A small square matrix on a CUDA device that need not be there."""
-    with mode:
-        return torch.empty(4, 4, device="cuda:0", dtype=dtype)
+    return first.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -41,6 +42,9 @@ DynamicOutputShapeException: type[Exception] = (
 UnsupportedOperatorException: type[Exception] = (
     optional(f"{_MODULE}.UnsupportedOperatorException") or NeverRaised
 )
+
+# The device that a fake tensor says it is on.
+device_of: Callable[[Any], torch.device] = attrgetter("fake_device")
 
 _OF_TENSORS = ("constant", "fake_device", "fake_mode")
 
