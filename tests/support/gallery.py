@@ -34,11 +34,11 @@ import torch
 from gallery_case import CASES, Case
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch_private import C, gradient_hooks
 
 import batchfit
 from batchfit import errors
 from batchfit._engine.trace.values import Unread
-from torch_private import C, gradient_hooks
 
 BUDGET = 5 * 2**29  # 2.5 GiB
 LIMIT_S = 20  # of one loop

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch_private import gpu_sleep
 
 import batchfit
-from torch_private import gpu_sleep
 
 
 def small_net() -> batchfit.Workload:

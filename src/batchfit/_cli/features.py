@@ -7,8 +7,9 @@ is asked is torch itself, without a GPU and without a step; a check that fails i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -41,23 +42,25 @@ def _in_one_process() -> Iterator[Feature]:
 
 
 def _of_predictions() -> Iterator[Feature]:
-    from batchfit._engine.cuda_model import self_checks
+    from batchfit._engine.cuda_model import kernel_arguments
+    from batchfit._engine.cuda_model.autocast_check import check_autocast
     from batchfit._engine.torch_private import fake
 
-    def attention() -> list[str]:
-        return self_checks.changed(self_checks.ATTENTION)
-
-    def recurrent() -> list[str]:
-        return self_checks.changed(self_checks.RECURRENT)
-
-    yield _listed("a trace with fake tensors (predict, explain)", fake.missing, "torch has no", "not here")
+    takes_others = "predictions do not know what this torch gives to"
+    yield _listed(
+        "a trace with fake tensors (predict, explain)", "not here", "this torch has no", fake.missing
+    )
     yield _listed(
         "autocast in predictions",
-        lambda: [*self_checks.unlisted(), *self_checks.cast_otherwise()],
-        "it casts these in a way that predictions do not know, and may count in another dtype:",
+        "caveat",
+        "activations of these operations may be counted in another dtype:",
+        lambda: check_autocast().differing,
     )
-    yield _listed("recurrent layers in predictions", recurrent, "these take other arguments than known:")
-    yield _listed("attention in predictions", attention, "these take other arguments than known:")
+    for name, operations in (
+        ("recurrent layers in predictions", kernel_arguments.RECURRENT),
+        ("attention in predictions", kernel_arguments.ATTENTION),
+    ):
+        yield _listed(name, "caveat", takes_others, partial(kernel_arguments.changed, operations))
 
 
 def _of_the_allocator() -> Iterator[Feature]:
@@ -105,19 +108,18 @@ def _grounded(ground: Ground, is_here: Callable[[], bool]) -> Feature:
     try:
         here = is_here()
     except Exception as error:  # noqa: BLE001  a torch that is not known may fail in any way
-        return Feature(ground.feature, "not here", _failed(error))
+        return Feature(ground.feature, "caveat", _failed(error))
     if here:
         return Feature(ground.feature, "works")
     return Feature(ground.feature, "not here" if ground.refused else "caveat", ground.reason())
 
 
-def _listed(name: str, missing: Callable[[], object], reason: str, state: State = "caveat") -> Feature:
-    """A feature for which a check names what differs."""
+def _listed(name: str, state: State, reason: str, differing: Callable[[], Sequence[str]]) -> Feature:
+    """A feature for which a check names what differs; in `state` where it names anything."""
     try:
-        found = missing()
+        found = differing()
     except Exception as error:  # noqa: BLE001  as above
-        return Feature(name, "not here", _failed(error))
-    assert isinstance(found, list | tuple)
+        return Feature(name, "caveat", _failed(error))
     return Feature(name, state, f"{reason} {', '.join(found)}") if found else Feature(name, "works")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_private import safe_softmax
 
 import batchfit
 from batchfit._engine.allocator.gpus import GPUS
@@ -20,7 +21,6 @@ from batchfit._engine.cuda_model import library_kernels
 from batchfit._engine.cuda_model.workspaces import BY_SOURCE, RULES, Extra
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
-from torch_private import safe_softmax
 
 aten = torch.ops.aten
 SEEN = Path(__file__).parents[2] / "data/h200_kernels.json.gz"

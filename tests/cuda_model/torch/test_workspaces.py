@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch_private import private_aten
 
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
 from batchfit._engine.cuda_model.workspaces import Extra, reduction_bytes
-from torch_private import private_aten
 
 aten = torch.ops.aten
 H200 = GPUS["h200"]

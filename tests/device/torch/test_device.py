@@ -14,6 +14,7 @@ from fake_cuda import AsyncCuda, FakeCuda, MiB, OldCuda, OldXpu
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
+from torch_private import C, subclass
 
 from batchfit._engine.device import gpu as caching_memory
 from batchfit._engine.device import resolve as device_module
@@ -34,7 +35,6 @@ from batchfit._engine.device.resolve import (
 from batchfit._engine.device.tensors import own_bytes
 from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import BatchfitError
-from torch_private import C, subclass
 
 CUDAS = pytest.mark.parametrize("cuda", [FakeCuda(), OldCuda()], ids=["new", "old"])
 

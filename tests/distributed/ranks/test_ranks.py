@@ -16,12 +16,12 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks, values
+from torch_private import default_store, process_groups
 
 from batchfit._engine.distributed import consensus as meetings
 from batchfit._engine.distributed import ranks as ranks_module
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit.errors import RankMissingError, RanksDisagreeError
-from torch_private import default_store, process_groups
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"

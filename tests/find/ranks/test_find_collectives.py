@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 from parallel_models import failing, make, operations, search, seeded
+from torch_private import set_group_timeout
 
 import batchfit
 from batchfit._engine.distributed import ranks as ranks_module
 from batchfit._engine.trial import rehearsal
 from batchfit.testing import FakeDevice, simulated_oom
-from torch_private import set_group_timeout
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"

@@ -14,12 +14,12 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch_private import unscaled_optimizers
 
 import batchfit
 from batchfit._engine.device.device import Ram
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.testing import count_operations, fail_at
-from torch_private import unscaled_optimizers
 
 STRATEGIES = ("guided", "bisect", "halve", "grow", "powers")
 

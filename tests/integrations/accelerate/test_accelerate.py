@@ -31,13 +31,13 @@ from accelerate.utils import find_executable_batch_size as theirs
 from accelerate_state import prepared_models, reset_accelerate
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch_private import unscaled_optimizers
 
 import batchfit
 from batchfit.integrations.accelerate import _warn_of_version as warn_of_version
 from batchfit.integrations.accelerate import backward
 from batchfit.integrations.accelerate import find_executable_batch_size as ours
 from batchfit.testing import simulated_oom, virtual_memory
-from torch_private import unscaled_optimizers
 
 Decorator = Callable[..., Any]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from torch_private import gradient_hooks
 
 pytest.importorskip("torchtune", reason="needs torchtune")

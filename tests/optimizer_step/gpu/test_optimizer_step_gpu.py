@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch_private import gpu_sleep
 
 from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.optimizer_step import step as stepping
 from batchfit._engine.optimizer_step.step import step
 from batchfit.errors import StepInterruptedError
-from torch_private import gpu_sleep
 
 pytestmark = pytest.mark.gpu
 

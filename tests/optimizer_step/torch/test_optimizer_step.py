@@ -15,6 +15,7 @@ import pytest
 import torch
 from state_judge import fingerprint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_private import dispatch_mode, foreach_sqrt
 
 from batchfit._engine.device import oom
 from batchfit._engine.optimizer_step import memory as step_memory
@@ -23,7 +24,6 @@ from batchfit._engine.optimizer_step.step import step, warm
 from batchfit._engine.virtual_memory.op_sizes import plan_of
 from batchfit.errors import SnapshotError, StepInterruptedError
 from batchfit.testing import count_operations, fail_at, faulty, virtual_memory
-from torch_private import dispatch_mode, foreach_sqrt
 
 LEAVES_BYTES = 2**14  # a compiled step keeps its constants
 

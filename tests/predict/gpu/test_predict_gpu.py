@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_private import memory_snapshot, record_memory_history
 
 import batchfit
 from batchfit import errors
 from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
-from torch_private import memory_snapshot, record_memory_history
 
 pytestmark = pytest.mark.gpu
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import flop_counter
 from torch.utils.data import DataLoader, Dataset
+from torch_private import dispatch_mode, dynamo, forward_hooks
 
 import batchfit
 from batchfit._engine.snapshot.snapshot import Snapshot
@@ -30,7 +31,6 @@ from batchfit._profile.timing import run_timed
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import ThroughputPoint, ThroughputProfile
 from batchfit.testing import FakeDevice, faulty, simulated_oom
-from torch_private import dispatch_mode, dynamo, forward_hooks
 
 MIB = 2**20
 

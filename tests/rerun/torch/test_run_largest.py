@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_private import global_hooks
 
 import batchfit
 from batchfit.errors import NothingFitsError
 from batchfit.testing import count_operations, fail_at, simulated_oom
-from torch_private import global_hooks
 
 
 class Program:

@@ -16,11 +16,11 @@ from state_judge import Bag, Fault, World, fingerprint, noise, repeat, rich_mode
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_private import wrapper_subclass
 
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import SnapshotError
-from torch_private import wrapper_subclass
 
 
 @pytest.fixture(autouse=True)

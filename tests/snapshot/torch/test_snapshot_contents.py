@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from state_judge import Bag, fingerprint, raw, rich_model
 from torch import nn
 from torch.optim import lr_scheduler
+from torch_private import storage_address, wrapper_subclass
 
 from batchfit._engine.snapshot import rng
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit.errors import SnapshotError
-from torch_private import storage_address, wrapper_subclass
 
 # ------------------------------------------------------------------------------------- tensors
 

@@ -40,7 +40,7 @@ class Without:
 def test_a_model_is_read(model: DistributedDataParallel) -> None:
     assert ddp.missing() == []
     ddp.check(model)
-    assert not (ddp.delays(model) or ddp.has_hook(model) or ddp.is_joining(model))
+    assert [ask(model) for ask in (ddp.delays, ddp.has_hook, ddp.is_joining)] == [False] * 3
     assert ddp.reduced_parameters(model) == 2
     assert ddp.bucket_elements(model) == 8
     assert not ddp.has_rebuilt_buckets(model)
@@ -67,9 +67,7 @@ def test_buckets_are_rebuilt_once(model: DistributedDataParallel) -> None:
 @pytest.mark.parametrize("name", ["_reset_state", "_get_zeros_like_grad_buckets"])
 def test_a_reducer_that_cannot_be_reset_is_refused(model: DistributedDataParallel, name: str) -> None:
     model.reducer = Without(model.reducer, name)
-    with pytest.raises(
-        SnapshotError, match=r"a retry after .* DistributedDataParallel needs what torch .* has"
-    ):
+    with pytest.raises(SnapshotError, match=r"a retry after .*DistributedDataParallel needs what"):
         ddp.reset(model)
 
 
@@ -79,9 +77,7 @@ def test_a_model_that_cannot_be_read_is_refused(model: DistributedDataParallel, 
         model.reducer = Without(model.reducer, name)
     else:
         vars(model).pop(name)
-    with pytest.raises(
-        BatchfitError, match=rf"a model in DistributedDataParallel .* {torch.__version__[:4]}"
-    ):
+    with pytest.raises(BatchfitError, match=rf"DistributedDataParallel needs .* {torch.__version__[:4]}"):
         Microbatcher(model).backward(lambda x: x.sum(), torch.ones(2, 3))
 
 
@@ -120,7 +116,5 @@ def test_groups_are_counted_and_share_a_store(
         with pytest.raises(BatchfitError, match=r"several ranks needs what torch .*cannot be reached"):
             process_groups.default_store()
         for ask in (process_groups.counts, process_groups.names):
-            with pytest.raises(
-                BatchfitError, match="step with collectives on several ranks needs what torch"
-            ):
+            with pytest.raises(BatchfitError, match="a step with collectives on several ranks needs what"):
                 ask()

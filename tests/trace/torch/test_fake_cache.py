@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch_private import dispatch_keys, enable_backends, private_aten, storage_address
 
 import batchfit
 from batchfit._engine.trace import fake_cache
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
-from torch_private import dispatch_keys, enable_backends, private_aten, storage_address
 
 aten = torch.ops.aten
 HERE = torch.device("cpu", 1)

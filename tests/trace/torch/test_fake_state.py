@@ -22,6 +22,7 @@ from state_judge import Bag, Notes, fingerprint, rich_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch_private import storage_address
 
 import batchfit
 from batchfit._engine.trace.fake_state import Faked
@@ -30,7 +31,6 @@ from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.reachable import reach_of, reached
 from batchfit.errors import UntraceableError
-from torch_private import storage_address
 
 HERE = torch.device("cpu", 1)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from torch_private import C, has_kernel
 
 import batchfit
 from batchfit._engine.allocator.footprint import Trace
@@ -24,7 +25,6 @@ from batchfit._engine.trace import blocks
 from batchfit._engine.trace.blocks import Blocks
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
-from torch_private import C, has_kernel
 
 WIDTH = 4
 Step = Callable[[Tensor, nn.Module], Tensor]

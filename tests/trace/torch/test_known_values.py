@@ -9,13 +9,13 @@ import pytest
 import torch
 from state_judge import Notes
 from torch import nn
+from torch_private import foreach_add_, foreach_mul_, private_aten
 
 import batchfit
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.values import written_by
 from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
-from torch_private import foreach_add_, foreach_mul_, private_aten
 
 aten = torch.ops.aten
 Read = Callable[[torch.device, torch.Tensor], Any]

@@ -22,11 +22,11 @@ from torch.nn import functional
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
+from torch_private import foreach_mul, private_aten, storage_address, wrapper_subclass
 
 from batchfit._engine.virtual_memory import op_sizes
 from batchfit._engine.virtual_memory.memory import VirtualMemory, active, virtual_memory
 from batchfit._engine.virtual_memory.op_sizes import block_bytes
-from torch_private import foreach_mul, private_aten, storage_address, wrapper_subclass
 
 MIB = 2**20
 HUGE = "64GiB"

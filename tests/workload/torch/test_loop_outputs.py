@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_private import dynamo, forward_hooks
 
 import batchfit
 from batchfit._engine.workload import loop
 from batchfit.errors import NothingFitsError
-from torch_private import dynamo, forward_hooks
 
 criterion = nn.CrossEntropyLoss()
 

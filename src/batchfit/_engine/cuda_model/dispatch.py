@@ -18,11 +18,20 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model import sequences
 from batchfit._engine.cuda_model.workspaces import LOW
+from batchfit._engine.torch_private.autocast import region_of, set_region
+from batchfit._engine.torch_private.autograd import is_view
+from batchfit._engine.torch_private.dispatch import (
+    cpu_autocast_keys,
+    end_library,
+    excluding,
+    registered,
+    schema_of,
+)
+from batchfit._engine.torch_private.fake import FakeTensor, device_of
 
 aten: Any = torch.ops.aten
 
@@ -221,12 +230,12 @@ def kernels_replaced(kernels: Mapping[str, Any], key: str) -> Iterator[None]:
                 library.impl(name, kernel, key)
         yield
     finally:
-        library._destroy()
+        end_library(library)
 
 
 def is_on(device: torch.device, value: Any) -> bool:
     """Whether it is a fake tensor on that device."""
-    return isinstance(value, FakeTensor) and value.fake_device == device
+    return isinstance(value, FakeTensor) and device_of(value) == device
 
 
 # -- autocast
@@ -251,8 +260,8 @@ FP32 = _names(
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits
     cdist cosh cosine_embedding_loss cosine_similarity dist erfinv exp expm1 frobenius_norm.dim
-    group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p log2
-    logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
+    group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_sqrth log log10
+    log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
     native_layer_norm nll_loss nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss
     pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh
     smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
@@ -273,12 +282,6 @@ WIDEST = _names(
     """
 )
 REFUSED = ("binary_cross_entropy",)
-
-
-def registered(key: str) -> list[str]:
-    """The operations of aten with a kernel for a dispatch key, without "aten::"."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return sorted(name[6:] for name in names if name.startswith("aten::"))
 
 
 @contextlib.contextmanager
@@ -307,10 +310,11 @@ def cuda_autocast(device: torch.device) -> Iterator[None]:
     def enter(self: Any) -> Any:
         # Made before the trace, where torch switched it off for want of a GPU. One that was made with
         # enabled=False is the same but for its dtype: nobody names bfloat16 to have nothing.
-        if self.device == "cuda":
-            moved.append((self, self._enabled))
-            meant = not torch.cuda.is_available() and self.fast_dtype is torch.bfloat16
-            self.device, self._enabled = "cpu", self._enabled or meant
+        region = region_of(self)
+        if region.device == "cuda":
+            moved.append((self, region.enabled))
+            meant = not torch.cuda.is_available() and region.dtype is torch.bfloat16
+            set_region(self, device="cpu", enabled=region.enabled or meant)
         return entered(self)  # type: ignore[no-untyped-call]
 
     try:
@@ -323,7 +327,7 @@ def cuda_autocast(device: torch.device) -> Iterator[None]:
             yield
     finally:
         for context, enabled in moved:
-            context.device, context._enabled = "cuda", enabled
+            set_region(context, device="cuda", enabled=enabled)
         cache.clear()
 
 
@@ -334,7 +338,7 @@ class _Caster:
     def __init__(self, device: torch.device, cache: dict[int, tuple[Tensor, Tensor]]) -> None:
         self._device = device
         self._cache = cache
-        self._without = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        self._without = cpu_autocast_keys()
 
     def kernels(self) -> dict[str, Callable[..., Any]]:
         """The kernel of each operation that either list knows."""
@@ -346,7 +350,7 @@ class _Caster:
             WIDEST: partial(self._casting, dtype_for=self._widest),
         }
         table = {
-            name: make(_operation(name))
+            name: make(operation_of(name))
             for names, make in makers.items()
             for name in names
             if name in present
@@ -379,7 +383,7 @@ class _Caster:
             and value.dtype is torch.float32
             and value.requires_grad
             and value.is_leaf
-            and not value._is_view()
+            and not is_view(value)
             and torch.is_autocast_cache_enabled()
         )
         if not keeps:
@@ -390,7 +394,7 @@ class _Caster:
         return found[1]
 
     def _outside(self) -> Any:
-        return torch._C._ExcludeDispatchKeyGuard(self._without)
+        return excluding(self._without)
 
     def _casting(self, operation: Any, dtype_for: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
         """The operation on arguments that are cast to what `dtype_for` says of them."""
@@ -413,7 +417,7 @@ class _Caster:
         return torch.float32 if wide else torch.get_autocast_dtype("cpu")
 
     def _fp32_result(self, operation: Any) -> Callable[..., Any]:
-        names = [argument.name for argument in operation._schema.arguments]
+        names = [argument.name for argument in schema_of(operation).arguments]
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
@@ -426,7 +430,7 @@ class _Caster:
         return kernel
 
 
-def _operation(name: str) -> Any:
+def operation_of(name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.workspaces import Extra, Rule, summed_rows
 from batchfit._engine.device.tensors import bytes_of
+from batchfit._engine.torch_private.fake import FakeTensor
 
 if TYPE_CHECKING:
     from batchfit._engine.cuda_model.dispatch import CudaRules

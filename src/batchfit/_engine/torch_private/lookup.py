@@ -16,7 +16,14 @@ import torch
 
 from batchfit.errors import BatchfitError, UntraceableError
 
-TESTED = "2.6 to 2.15"  # the versions of torch that the tests have run on
+_OLDEST, _NEWEST = (2, 6), (2, 15)  # the versions of torch that the tests have run on
+TESTED = "2.6 to 2.15"
+
+
+def is_tested() -> bool:
+    """Whether the tests have run on this version, or on one before and one after it."""
+    major, minor = torch.__version__.split(".")[:2]
+    return _OLDEST <= (int(major), int(minor)) <= _NEWEST
 
 
 def optional(path: str) -> Any:

@@ -1,0 +1,43 @@
+"""Classes and tables of `torch.nn`, and what other parts of torch keep for themselves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from batchfit._engine.torch_private.lookup import lost, needed
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    BatchNorm = _BatchNorm
+    Dropout = _DropoutNd
+else:
+    # The class of all layers of a kind, by one of them: its own name is private.
+    BatchNorm = nn.BatchNorm1d.__base__
+    Dropout = nn.Dropout.__base__
+
+# The generator of an Apple GPU.
+mps_generator: Callable[[], torch.Generator] = needed("torch.mps._get_default_mps_generator")
+
+
+def flex_attention_check() -> tuple[Any, str] | None:
+    """Where FlexAttention asks about its device, as (module, name); None where it was never loaded."""
+    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    if module is None:
+        return None
+    # A torch without the question: its front door, which a program may have imported by itself.
+    return module, "_validate_device" if hasattr(module, "_validate_device") else "flex_attention"
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """A call of the module as it was written, past what `module.compile()` has made of it."""
+    call: Callable[..., Any] | None = getattr(module, "_call_impl", None)
+    if call is None:
+        raise lost("torch.nn.Module._call_impl")
+    return call
