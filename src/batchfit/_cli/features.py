@@ -34,8 +34,11 @@ def known_features() -> list[Feature]:
 
 
 def _in_one_process() -> Iterator[Feature]:
-    from batchfit._engine.torch_private import amp, needs, optimizers
+    from batchfit._engine.torch_private import amp, fake, needs, optimizers
 
+    for name in needs.NAMES:
+        yield _listed(name, "not here", "this torch has no", partial(needs.missing, name))
+    yield _listed("fake tensors in a trace", "not here", "this torch has no", fake.missing)
     yield _grounded(needs.SCALER_STATE, amp.can_read_states)
     yield _grounded(needs.SCALE_TENSOR, amp.reads_scale)
     yield _grounded(needs.OPTIMIZER_STATE, optimizers.can_make_state)
@@ -44,12 +47,8 @@ def _in_one_process() -> Iterator[Feature]:
 def _of_predictions() -> Iterator[Feature]:
     from batchfit._engine.cuda_model import kernel_arguments
     from batchfit._engine.cuda_model.autocast_check import check_autocast
-    from batchfit._engine.torch_private import fake
 
     takes_others = "predictions do not know what this torch gives to"
-    yield _listed(
-        "a trace with fake tensors (predict, explain)", "not here", "this torch has no", fake.missing
-    )
     yield _listed(
         "autocast in predictions",
         "caveat",

@@ -24,6 +24,14 @@ def test_a_refusal_names_the_version_what_is_lost_and_what_to_do(monkeypatch: py
     assert "needs what torch 2.6 to 2.15 has, and 2.6.0 has not: " in needs.DDP_RESET.why()
 
 
+def test_names_that_are_gone_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [needs.missing(feature) for feature in needs.NAMES] == [[]] * len(needs.NAMES)
+    monkeypatch.delattr(torch, "_foreach_add_")
+    assert [needs.missing(feature) for feature in needs.NAMES if needs.missing(feature)] == [
+        ["torch._foreach_add_"]
+    ]
+
+
 def test_every_ground_is_told_apart_and_complete() -> None:
     assert len(GROUNDS) >= 12
     assert len({ground.feature for ground in GROUNDS}) == len(GROUNDS)

@@ -6,15 +6,16 @@ refusal names the version that is running. What is only poorer without its name 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
 import torch
 
+from batchfit._engine.torch_private.lookup import TESTED, optional
 from batchfit.errors import BatchfitError
 
 _E = TypeVar("_E", bound=BatchfitError)
-_TESTED: Final = "2.6 to 2.15"
 
 
 @final
@@ -33,7 +34,7 @@ class Ground:
         if self.since:
             needs = f"needs torch {self.since} or later, and this is {torch.__version__}"
         else:
-            needs = f"needs what torch {_TESTED} has, and {torch.__version__} has not"
+            needs = f"needs what torch {TESTED} has, and {torch.__version__} has not"
         return f"{needs}: {self.lost}. {self.remedy}"
 
     def why(self) -> str:
@@ -129,3 +130,41 @@ ALLOCATOR_SETTINGS: Final = Ground(
     remedy="Set that variable",
     refused=False,
 )
+
+# Names without which a feature is refused (`lookup.lost`), by feature.
+NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "trials and snapshots": (
+        "torch._C._DisableTorchDispatch",
+        "torch.UntypedStorage._cdata",
+        "torch.UntypedStorage._new_with_weak_ptr",
+    ),
+    "virtual memory: budgets on a CPU": (
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch._C._TorchDispatchModeKey",
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "torch._C._get_dispatch_mode",
+    ),
+    "microbatches with the gradients of the whole batch": (
+        "torch._C._current_graph_task_id",
+        "torch._foreach_add_",
+        "torch._foreach_copy_",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+        "torch._foreach_sub_",
+    ),
+    "a trace with fake tensors (predict, explain)": (
+        "torch._C.DispatchKeySet",
+        "torch._C._ExcludeDispatchKeyGuard",
+        "torch._C._current_autograd_node",
+        "torch._C._current_graph_task_id",
+        "torch._C._dispatch_get_registrations_for_dispatch_key",
+        "torch._subclasses.fake_tensor.unset_fake_temporarily",
+        "torch.autograd._get_sequence_nr",
+        "torch.library.Library._destroy",
+    ),
+}
+
+
+def missing(feature: str) -> list[str]:
+    """Of the names that a feature needs, those that this torch has not."""
+    return [name for name in NAMES[feature] if optional(name) is None]
