@@ -730,6 +730,7 @@ class TestDoctor:
         assert found["broken"] == []
         assert found["versions"]["torch"] == torch.__version__
         assert found["versions"]["batchfit"] == batchfit.__version__
+        assert {"name": "trials and snapshots", "state": "works", "detail": ""} in found["features"]
         assert "cpu" in [resolve["name"] for resolve in found["devices"]]
         assert found["self_test"]["passed"] is True
 
@@ -781,9 +782,9 @@ class TestDoctor:
         out = capsys.readouterr().out
         assert "  not here" in out
         assert "not here: fake tensors in a trace: this torch has no FakeTensor.gone\n" in out
-        assert doctor.examine(as_json=True) == Code.FOUND
-        features = json.loads(capsys.readouterr().out)["features"]
-        assert {"name", "state", "detail"} == set(features[0])
+        findings = doctor.Findings()
+        doctor.look_at_features(findings)
+        assert {"name", "state", "detail"} == set(findings.features[0])
 
     def test_a_setting_that_this_torch_does_not_read_is_a_caveat(
         self, monkeypatch: pytest.MonkeyPatch

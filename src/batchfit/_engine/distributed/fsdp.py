@@ -21,7 +21,7 @@ from torch import nn
 
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
-from batchfit._engine.torch_private import fsdp2
+from batchfit._engine.torch_private import fsdp2, needs
 
 _WIDTH = 4
 
@@ -63,6 +63,8 @@ def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
     Kept for the process. No random numbers are drawn.
     """
     key = (torch.__version__, mesh.device_type, tuple(mesh.shape))
+    if key not in verdicts and mesh.device_type == "cpu" and not fsdp2.runs_on_cpu():
+        verdicts[key] = SelfTest(forward=False, backward=False, why=needs.FSDP2_ON_CPU.why())
     if key not in verdicts:
         ranks = ranks or Ranks.current()
         mine = {}
