@@ -34,13 +34,13 @@ def known_features() -> list[Feature]:
 
 
 def _in_one_process() -> Iterator[Feature]:
-    from batchfit._engine.torch_private import amp, fake, needs, optimizers
+    from batchfit._engine.torch_private import fake, needs, optimizers
 
     for name in needs.NAMES:
         yield _listed(name, "not here", "this torch has no", partial(needs.missing, name))
     yield _listed("fake tensors in a trace", "not here", "this torch has no", fake.missing)
-    yield _grounded(needs.SCALER_STATE, amp.can_read_states)
-    yield _grounded(needs.SCALE_TENSOR, amp.reads_scale)
+    yield _grounded(needs.SCALER_STATE, optimizers.can_read_states)
+    yield _grounded(needs.SCALE_TENSOR, optimizers.reads_scale)
     yield _grounded(needs.OPTIMIZER_STATE, optimizers.can_make_state)
 
 

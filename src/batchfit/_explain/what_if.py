@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import replaced
-from batchfit._engine.torch_private.amp import set_takes_scaler
+from batchfit._engine.torch_private.optimizers import set_takes_scaler
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.step_variables import changed_variable, mapped, step_variable

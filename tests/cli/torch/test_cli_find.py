@@ -750,14 +750,14 @@ class TestDoctor:
         from batchfit._cli.commands import doctor
         from batchfit._cli.features import known_features
         from batchfit._engine.cuda_model import autocast_check
-        from batchfit._engine.torch_private import amp, fake, process_groups
+        from batchfit._engine.torch_private import fake, optimizers, process_groups
 
         def broken() -> bool:
             raise KeyError("moved")
 
         monkeypatch.setattr(process_groups, "can_count", lambda: False)  # refused without it
-        monkeypatch.setattr(amp, "reads_scale", lambda: False)  # poorer without it
-        monkeypatch.setattr(amp, "can_read_states", broken)
+        monkeypatch.setattr(optimizers, "reads_scale", lambda: False)  # poorer without it
+        monkeypatch.setattr(optimizers, "can_read_states", broken)
         monkeypatch.setattr(fake, "missing", lambda: ("FakeTensor.gone",))
         monkeypatch.setattr(
             autocast_check, "check_autocast", lambda: autocast_check.AutocastAnswer(1, ("mm is in no list",))

@@ -10,7 +10,7 @@ from torch import nn
 
 from batchfit import Microbatcher
 from batchfit._engine.optimizer_step.state import can_make_state
-from batchfit._engine.torch_private import amp, optimizers
+from batchfit._engine.torch_private import optimizers
 from batchfit._noise.gradient_norms import _unscaled
 from batchfit.errors import BatchfitError
 
@@ -32,52 +32,52 @@ def stepped() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 def test_the_notes_of_a_scaler_are_read_and_forgotten() -> None:
-    assert amp.can_read_states()
-    assert amp.reads_scale()
+    assert optimizers.can_read_states()
+    assert optimizers.reads_scale()
     model, optimizer = stepped()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    assert amp.scale_of(scaler) is None  # made with the first loss
+    assert optimizers.scale_of(scaler) is None  # made with the first loss
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    scale = amp.scale_of(scaler)
+    scale = optimizers.scale_of(scaler)
     assert scale is not None
     assert scale.item() == 4.0
-    assert not amp.is_unscaled(scaler, optimizer)
+    assert not optimizers.is_unscaled(scaler, optimizer)
     scaler.unscale_(optimizer)
-    assert amp.is_unscaled(scaler, optimizer)
-    assert not amp.found_inf(scaler)
-    amp.forget(scaler, [optimizer])
-    assert not amp.is_unscaled(scaler, optimizer)
+    assert optimizers.is_unscaled(scaler, optimizer)
+    assert not optimizers.found_inf(scaler)
+    optimizers.forget(scaler, [optimizer])
+    assert not optimizers.is_unscaled(scaler, optimizer)
     model.bias.grad.fill_(float("inf"))  # type: ignore[union-attr]
     scaler.unscale_(optimizer)
-    assert amp.found_inf(scaler)
+    assert optimizers.found_inf(scaler)
 
 
 def test_a_scaler_is_restored_and_begun_anew() -> None:
     model, optimizer = stepped()
     scaler = torch.amp.GradScaler("cpu")
-    before = amp.attributes(scaler)
+    before = optimizers.scaler_attributes(scaler)
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     scaler.unscale_(optimizer)
-    held = amp.attributes(scaler)
+    held = optimizers.scaler_attributes(scaler)
     assert before is not None
     assert held is not None
     assert before["_scale"] is None
-    assert held["_scale"] is amp.scale_of(scaler)
-    amp.forget(scaler, [optimizer])
+    assert held["_scale"] is optimizers.scale_of(scaler)
+    optimizers.forget(scaler, [optimizer])
     assert len(held["_per_optimizer_states"]) == 1  # its own copy
-    amp.begin_anew(scaler)
-    assert amp.scale_of(scaler) is None
+    optimizers.begin_anew(scaler)
+    assert optimizers.scale_of(scaler) is None
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert amp.attributes(None) is None
+    assert optimizers.scaler_attributes(None) is None
 
 
 def test_fused_steps_unscale_by_themselves() -> None:
     _, optimizer = stepped()
-    assert not amp.takes_scaler(optimizer)
-    amp.set_takes_scaler(optimizer)
-    assert amp.takes_scaler(optimizer)
+    assert not optimizers.takes_scaler(optimizer)
+    optimizers.set_takes_scaler(optimizer)
+    assert optimizers.takes_scaler(optimizer)
 
 
 def test_a_scaler_whose_notes_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_without_the_scale_as_a_tensor_the_public_call_is_used(monkeypatch: pyte
     assert _unscaled(torch.tensor(64.0), scaler).item() == 1.0
     monkeypatch.setattr(ElsewhereScaler, "gone", ("_scale",))
     monkeypatch.setattr(ElsewhereScaler, "get_scale", lambda self: 8.0)
-    assert amp.scale_of(scaler) is None
+    assert optimizers.scale_of(scaler) is None
     assert _unscaled(torch.tensor(64.0), scaler).item() == 1.0
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from batchfit._engine.torch_private import amp
+from batchfit._engine.torch_private.optimizers import forget, found_inf, is_unscaled, takes_scaler
 from batchfit.errors import StepInterruptedError
 
 
@@ -46,8 +46,8 @@ class StepRun:
         if scaler is not None:
             for one in self.optimizers:
                 # A fused optimizer unscales by itself. Where the user has done it, it must not be done twice.
-                late = clip_norm is None and amp.takes_scaler(one)
-                if not late and not amp.is_unscaled(scaler, one):
+                late = clip_norm is None and takes_scaler(one)
+                if not late and not is_unscaled(scaler, one):
                     scaler.unscale_(one)
         if clip_norm is not None:
             self.norm = clip_grad_norm_([p for some in self.parameters for p in some], clip_norm)
@@ -61,7 +61,7 @@ class StepRun:
         if scaler is not None:
             self._phase = "scaler"
             if recording:
-                self.skipped = amp.found_inf(scaler)
+                self.skipped = found_inf(scaler)
             scaler.update()
 
     def devices(self) -> set[torch.device]:
@@ -74,7 +74,7 @@ class StepRun:
         """The error for a step that had an OOM and cannot be undone; what the scaler noted is forgotten."""
         optimizer, parameters = self.optimizers[self._at], self.parameters[self._at]
         if self.scaler is not None and self._phase != "scaler":
-            amp.forget(self.scaler, self.optimizers)
+            forget(self.scaler, self.optimizers)
         moved = []
         if self._phase == "parameters":
             names = _names_of(optimizer)

@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.snapshot import rng
-from batchfit._engine.torch_private import amp, foreach
+from batchfit._engine.torch_private import foreach, optimizers
 
 
 @final
@@ -124,7 +124,7 @@ class BatchUndo:
         self._scaler = scaler
         self._own = generators
         self._undos = [*self.random_states(), *more]
-        self._scaler_state = amp.attributes(scaler)
+        self._scaler_state = optimizers.scaler_attributes(scaler)
         self.old: list[torch.Tensor | None] = []
         self._kept = False
 

@@ -27,8 +27,7 @@ from batchfit._engine.snapshot.iterators import is_iterator, twin_of, warn_of
 from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
-from batchfit._engine.torch_private import amp
-from batchfit._engine.torch_private.optimizers import chooses_foreach
+from batchfit._engine.torch_private.optimizers import begin_anew, chooses_foreach
 from batchfit._engine.trace.fake_cache import FakeResults, address_of
 from batchfit._engine.trace.values import WHOLE
 from batchfit._engine.workload.reachable import NameBinding, StepReach, kept_by_classes
@@ -291,7 +290,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         return faked
 
     def _fake_scaler(self, scaler: Any) -> None:
-        amp.begin_anew(scaler)
+        begin_anew(scaler)
 
     def _keep(self, root: Any) -> None:
         """Later restores what `root` holds now: its attributes and its items, and theirs in turn."""
