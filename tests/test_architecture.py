@@ -263,6 +263,160 @@ def test_one_class_name_means_one_thing() -> None:
     assert not {name: where for name, where in homes.items() if len(where) > 1}
 
 
+# What is private in torch and no name under `torch`: attributes of FSDP2's, DDP's and a scaler's objects, of
+# fake tensors, and of optimizers.
+PRIVATE_ATTRIBUTES = frozenset(
+    [
+        "_get_fsdp_state",
+        "_fsdp_param_group",
+        "_fsdp_param_groups",
+        "_reset_iter_state",
+        "_is_root",
+        "_state_ctx",
+        "_comm_ctx",
+        "_training_state",
+        "all_states",
+        "post_forward_order",
+        "_post_forward_indices",
+        "fsdp_params",
+        "sharded_param",
+        "_unsharded_param",
+        "unsharded_accumulated_grad",
+        "gradient_divide_factor",
+        "reduce_scatter_reduce_op",
+        "reduce_grads",
+        "all_reduce_grads",
+        "_reset_state",
+        "_get_zeros_like_grad_buckets",
+        "_rebuild_buckets",
+        "_has_rebuilt_buckets",
+        "_comm_hooks",
+        "_join_config",
+        "_delay_all_reduce_params",
+        "_get_ddp_logging_data",
+        "_per_optimizer_states",
+        "_scale",
+        "_growth_tracker",
+        "_refresh_per_optimizer_state",
+        "_step_supports_amp_scaling",
+        "_init_group",
+        "_optimizer_step_pre_hooks",
+        "_default_to_fused_or_foreach",
+        "fake_device",
+        "_allow_unsafe_data_ptr_access",
+        "_use_count",
+        "_post_accumulate_grad_hooks",
+        "_backward_hooks",
+        "_get_sequence_number_for_group",
+    ]
+)
+
+
+def _dotted(node: ast.expr, known: dict[str, str]) -> str | None:
+    """The full name of `torch.a.b`, where `known` says what a file calls torch and its parts."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in known:
+        return None
+    return ".".join([known[node.id], *reversed(parts)])
+
+
+def _is_private(full: str) -> bool:
+    parts = full.split(".")
+    if parts[:3] == ["torch", "ops", "aten"]:  # an operation by its own name
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
+
+
+def private_in_torch(path: Path) -> list[str]:
+    """Every use of a private name of torch in a file: by import, by dotted name, by attribute, as text."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    known: dict[str, str] = {}
+    found: list[str] = []
+
+    def note(node: ast.AST, name: str) -> None:
+        found.append(f"{path.name}:{getattr(node, 'lineno', 0)}: {name}")
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    known[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    if _is_private(alias.name):
+                        note(node, alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                full = known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                if _is_private(full):
+                    note(node, full)
+    for node in ast.walk(tree):  # `aten = torch.ops.aten`
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            full = _dotted(node.value, known)
+            known |= {one.id: full for one in targets if full and isinstance(one, ast.Name)}
+    # What a class of ours calls so is its own.
+    ours = {
+        one.attr
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Attribute)
+        and isinstance(one.value, ast.Name)
+        and one.value.id in ("self", "cls")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name = _dotted(node, known)
+            if name is not None and _is_private(name) and not _is_private(name.rpartition(".")[0]):
+                note(node, name)
+            elif node.attr in PRIVATE_ATTRIBUTES - ours:
+                note(node, f".{node.attr}")
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE_ATTRIBUTES - ours:
+            note(node, f'"{node.value}"')
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and _dotted(node.func, known) is None:
+            # `getattr(torch._C, "name")` is seen above; `getattr(torch, "_C")` here.
+            of, name_given = _dotted(node.args[0], known), node.args[1]
+            if of is not None and isinstance(name_given, ast.Constant) and isinstance(name_given.value, str):
+                full = f"{of}.{name_given.value}"
+                if ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and _is_private(full):
+                    note(node, full)
+    return found
+
+
+@every_module
+def test_what_is_private_in_torch_is_reached_in_one_package(module: str) -> None:
+    """A version may lack, move or rename it: `_engine/torch_private` asks whether it is there."""
+    if package_of(module) != "_engine.torch_private":
+        assert private_in_torch(MODULES[module]) == []
+
+
+def test_the_check_sees_a_private_name(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        "import torch\nimport torch.nn as nn\nfrom torch._C import _cuda\nfrom torch import Tensor\n"
+        "import torch._dynamo as dynamo\naten = torch.ops.aten\n"
+        "def f(model, own):\n    torch._C._get()\n    nn.modules.batchnorm._BatchNorm\n"
+        "    aten._softmax.default\n    torch.ops._c10d_functional.wait_tensor\n"
+        "    getattr(torch, '_foreach_add_', None)\n    Tensor._make_subclass\n"
+        "    model._get_fsdp_state()\n    getattr(own, '_comm_hooks', None)\n    torch.__version__\n"
+    )
+    assert [line.partition(": ")[2] for line in sorted(private_in_torch(file), key=_line_of)] == [
+        "torch._C._cuda",
+        "torch._dynamo",
+        "torch._C",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.ops._c10d_functional",
+        "torch._foreach_add_",
+        "torch.Tensor._make_subclass",
+        "._get_fsdp_state",
+        '"_comm_hooks"',
+    ]
+
+
+def _line_of(found: str) -> int:
+    return int(found.split(":")[1])
+
+
 def test_exports_are_exact() -> None:
     assert batchfit.__all__ == sorted(_EXPORTS)
     for name in batchfit.__all__:

@@ -40,6 +40,7 @@ from batchfit._engine.distributed import fsdp
 from batchfit._engine.distributed.collectives import begun_since, counts
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
+from batchfit._engine.torch_private import fsdp2
 from batchfit._microbatch.microbatcher import Microbatcher
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit.errors import SnapshotError
@@ -620,13 +621,13 @@ def unresettable(rank: int, how: str) -> Any:
     settle = parallel.settle
 
     def refuses(module: nn.Module, *, cut_off: bool = True) -> None:
-        if how == "refuses" and parallel.is_sharded_root(module):
+        if how == "refuses" and fsdp2.is_root(module):
             raise SnapshotError("this torch cannot")
 
     parallel.settle = refuses
     fsdp.verdicts.clear()
     if how == "refuses":
-        fsdp.can_reset = lambda: False
+        fsdp2.can_reset = lambda: False
     faults = Faults()
     model = shard(make_model(faults))
     mb = Microbatcher(model, timeout_s=20)
@@ -647,7 +648,7 @@ def unresettable(rank: int, how: str) -> Any:
 def careful(rank: int) -> Any:
     """Where nothing can be done again, sizes begin with one sample and grow as readings allow."""
     settled_down()
-    fsdp.can_reset = lambda: False
+    fsdp2.can_reset = lambda: False
     model = shard(wide())
     sizes = []
     with virtual_memory("64MiB" if rank == 0 else "12MiB"):

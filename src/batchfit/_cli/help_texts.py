@@ -165,7 +165,9 @@ DOCTOR_HELP = f"""\
 Show what batchfit finds on this machine, and test that it works here.
 
 Versions, devices, allocator settings, optional packages, and a small find
-under virtual memory. Exits with 1 if something is broken.
+under virtual memory. Of each feature it says whether it works with the torch
+that is installed, works with a caveat, or is not here, and why. Exits with 1
+if something is broken.
 
 Examples:
   batchfit doctor

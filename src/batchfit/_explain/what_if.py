@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private.modules import BatchNorm
+from batchfit._engine.torch_private.optimizers import set_takes_scaler
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.step_variables import changed_variable, mapped, step_variable
@@ -316,7 +317,7 @@ def _fused(optimizers: Sequence[Optimizer], _: Workload, faked: Faked) -> Iterat
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = True, False
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        set_takes_scaler(optimizer)
         # A fused step counts on the device.
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):

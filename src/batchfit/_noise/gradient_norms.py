@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 import torch
 
-from batchfit._engine.torch_private import foreach
+from batchfit._engine.torch_private import foreach, optimizers
 
 _MOST_WAITING: Final = 64  # far more than a host is ever ahead of its device
 
@@ -133,8 +133,8 @@ def _unscaled(squared: torch.Tensor, scaler: Any) -> torch.Tensor:
     """Without what a GradScaler has multiplied the loss with, as it is now: `update` writes it in place."""
     if scaler is None or not scaler.is_enabled():
         return squared
-    scale = getattr(scaler, "_scale", None)  # on its device: `get_scale` would wait for that
-    if isinstance(scale, torch.Tensor):
+    scale = optimizers.scale_of(scaler)  # on its device: `get_scale` would wait for that
+    if scale is not None:
         return squared / scale.to(squared.device, non_blocking=True).square()
     return squared / float(scaler.get_scale()) ** 2
 

@@ -9,7 +9,6 @@ Rules:
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, simulate
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import own_bytes, tensors_in
+from batchfit._engine.torch_private.allocator import settings_text
 from batchfit._engine.trace.trace import uncollected
 from batchfit._engine.trace.workload import TracedWorkload, trace_workload
 from batchfit.workload import Workload
@@ -179,8 +179,7 @@ def default_budget(target: Gpu | None, on_gpu: Workload | None) -> int | None:
 
 def allocator_rules(expandable_segments: bool | None = None, *, capped: bool = False) -> AllocatorSettings:
     """The environment's allocator settings with what is asked for; `capped` as in `AllocatorSettings`."""
-    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    rules = AllocatorSettings.from_environment(text)
+    rules = AllocatorSettings.from_environment(settings_text())
     if expandable_segments is None:
         expandable_segments = rules.expandable_segments
     return replace(rules, expandable_segments=expandable_segments, capped=rules.capped or capped)

@@ -46,18 +46,21 @@ from batchfit.integrations.torchtune_settings import RecipeSettings
 
 log = logging.getLogger("batchfit")
 
-TESTED: Final = "0.6.1"
+OLDEST: Final = (0, 6)
 _RECIPES: Final = {
     "full": ("full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"),
     "lora": ("lora_finetune_single_device.py", "LoRAFinetuneRecipeSingleDevice"),
 }
+_OVERRIDDEN: Final = ("setup", "save_checkpoint", "_setup_data", "_setup_lr_scheduler", "_loss_step")
 _STATE: Final = "batchfit"  # our part of the loader's state in a checkpoint
 
 
 def _warn_of_version(version: str = torchtune.__version__) -> None:
-    if version.partition("+")[0] != TESTED:
+    """Warn of an older version; `recipe_class` refuses one that lacks what is overridden."""
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
         warnings.warn(
-            f"batchfit.integrations.torchtune is tested with torchtune {TESTED}, and this is {version}",
+            f"batchfit.integrations.torchtune is tested with torchtune {'.'.join(map(str, OLDEST))} and "
+            f"later, and this is {version}",
             stacklevel=3,
         )
 
@@ -329,7 +332,14 @@ def recipe_class(name: str) -> type[Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return type(class_name, (AdaptiveBatchSize, getattr(module, class_name)), {"__module__": __name__})
+    recipe: Any = getattr(module, class_name, None)
+    missing = [one for one in _OVERRIDDEN if not hasattr(recipe, one)]
+    if missing:
+        raise ImportError(
+            f"the recipe {file} of torchtune {torchtune.__version__} has no {', '.join(missing)}, which "
+            "batchfit.integrations.torchtune replaces: pip install torchtune==0.6.1"
+        )
+    return type(class_name, (AdaptiveBatchSize, recipe), {"__module__": __name__})
 
 
 def run(cfg: DictConfig) -> Any:

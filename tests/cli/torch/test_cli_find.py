@@ -730,8 +730,84 @@ class TestDoctor:
         assert found["broken"] == []
         assert found["versions"]["torch"] == torch.__version__
         assert found["versions"]["batchfit"] == batchfit.__version__
+        assert {"name": "trials and snapshots", "state": "works", "detail": ""} in found["features"]
         assert "cpu" in [resolve["name"] for resolve in found["devices"]]
         assert found["self_test"]["passed"] is True
+
+    def test_each_feature_works_or_says_why_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from batchfit._cli.features import known_features
+
+        found = {feature.name: feature for feature in known_features()}
+        assert len(found) >= 18
+        assert {"works"} <= {one.state for one in found.values()} <= {"works", "caveat", "not here"}
+        assert all((one.state == "works") == (not one.detail) for one in found.values())
+        assert found["autocast in predictions"].state == "works"
+        assert found["trials and snapshots"].state == "works"
+
+    def test_what_is_missing_in_torch_is_named_with_what_is_lost(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from batchfit._cli.commands import doctor
+        from batchfit._cli.features import known_features
+        from batchfit._engine.cuda_model import autocast_check
+        from batchfit._engine.torch_private import fake, optimizers, process_groups
+
+        def broken() -> bool:
+            raise KeyError("moved")
+
+        monkeypatch.setattr(process_groups, "can_count", lambda: False)  # refused without it
+        monkeypatch.setattr(optimizers, "reads_scale", lambda: False)  # poorer without it
+        monkeypatch.setattr(optimizers, "can_read_states", broken)
+        monkeypatch.setattr(fake, "missing", lambda: ("FakeTensor.gone",))
+        monkeypatch.setattr(
+            autocast_check, "check_autocast", lambda: autocast_check.AutocastAnswer(1, ("mm is in no list",))
+        )
+        found = {feature.name: (feature.state, feature.detail) for feature in known_features()}
+        state, detail = found["a step with collectives on several ranks"]
+        assert state == "not here"
+        assert detail.startswith(
+            f"needs what torch 2.6 to 2.15 has, and {torch.__version__} has not: how many"
+        )
+        assert found["gradient noise beside a GradScaler"][0] == "caveat"
+        assert found["an optimizer step with a GradScaler"] == (
+            "caveat",
+            "the check itself failed: KeyError: 'moved'",
+        )
+        assert found["fake tensors in a trace"] == ("not here", "this torch has no FakeTensor.gone")
+        state, detail = found["autocast in predictions"]
+        assert state == "caveat"
+        assert detail.endswith("in another dtype: mm is in no list")
+        monkeypatch.setattr(doctor, "_small_search", lambda: (doctor.EXPECTED_SIZES[0], True))
+        assert doctor.examine(as_json=False) == Code.FOUND  # no break: what works, works
+        out = capsys.readouterr().out
+        assert "  not here" in out
+        assert "not here: fake tensors in a trace: this torch has no FakeTensor.gone\n" in out
+        findings = doctor.Findings()
+        doctor.look_at_features(findings)
+        assert {"name", "state", "detail"} == set(findings.features[0])
+
+    def test_a_setting_that_this_torch_does_not_read_is_a_caveat(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from batchfit._cli.features import known_features
+
+        def state() -> str:
+            name = "allocator settings in PYTORCH_ALLOC_CONF"
+            return next(one.state for one in known_features() if one.name == name)
+
+        monkeypatch.setattr(torch, "__version__", "2.8.0")
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        assert state() == "works"
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        assert state() == "caveat"
+
+    def test_a_torch_without_ranks_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from batchfit._cli.features import known_features
+
+        monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+        found = {one.name: one for one in known_features()}
+        assert found["several ranks"].state == found["a model under FSDP2"].state == "not here"
+        assert "built without torch.distributed" in found["several ranks"].detail
 
     def test_plain_text_has_no_codes(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -13,9 +13,15 @@ from parallel_models import make
 from batchfit._engine.distributed import fsdp
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
+from batchfit._engine.torch_private import fsdp2, needs
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
+)
+
+resets = pytest.mark.skipif(
+    not (fsdp2.runs_on_cpu() and fsdp2.can_reset()),
+    reason=f"FSDP2 of torch {torch.__version__} cannot run on a CPU, or cannot be reset",
 )
 
 
@@ -46,6 +52,7 @@ def everything(rank: int) -> Any:
 
 
 @gloo
+@resets
 def test_the_self_test_of_fsdp2() -> None:
     outcomes = run_ranks(everything, world_size=2, timeout_s=100)
     for outcome in outcomes:
@@ -56,3 +63,15 @@ def test_the_self_test_of_fsdp2() -> None:
     assert first["kept"]
     assert first["broken"][:2] == [False, False]
     assert "after a failure in backward" in first["broken"][2]
+
+
+def test_where_fsdp2_cannot_run_the_self_test_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mesh:
+        device_type = "cpu"
+        shape = (7,)
+
+    monkeypatch.setattr(fsdp, "verdicts", {})
+    monkeypatch.setattr(fsdp2, "runs_on_cpu", lambda: False)
+    test = fsdp.self_test(Mesh())
+    assert not test.passed
+    assert test.why == needs.FSDP2_ON_CPU.why()

@@ -739,12 +739,16 @@ def test_wrong_arguments_of_backward() -> None:
         backward(accelerator, mb, lambda micro: micro, torch.ones(2), scaler=None)
 
 
-def test_another_version_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in (accelerate.__version__, "1.10.0", "1.12.3.dev0"):
+def test_an_older_version_is_warned_about_and_a_newer_one_that_lacks_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for version in (accelerate.__version__, "1.10.0", "1.12.3.dev0", "2.0.0", "unknown"):
         warn_of_version(version)
-    for version in ("1.9.0", "2.0.0", "unknown"):
-        with pytest.warns(UserWarning, match=f"tested with accelerate 1.10 to 1.15, and this is {version}"):
-            warn_of_version(version)
+    with pytest.warns(UserWarning, match=r"tested with accelerate 1\.10 and later, and this is 1\.9\.0$"):
+        warn_of_version("1.9.0")
+    monkeypatch.delattr(accelerate.state.GradientState, "_remove_dataloader")
+    with pytest.warns(UserWarning, match=r"this is 2\.0\.0, which has no _remove_dataloader$"):
+        warn_of_version("2.0.0")
 
 
 def test_without_accelerate_the_pip_line_is_reported() -> None:

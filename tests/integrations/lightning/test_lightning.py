@@ -679,13 +679,20 @@ def test_a_missing_framework_is_the_line_that_installs_it(monkeypatch: pytest.Mo
         framework.callback_bases()
 
 
-def test_an_unknown_version_is_reported_once_with_the_tested_ones() -> None:
-    with pytest.warns(UserWarning, match=r"lightning 9.0.1 is not known .* tested with 2\.\d to 2\.6"):
-        framework.check_version("lightning", "9.0.1")
+def test_an_older_version_is_reported_once_and_a_newer_one_only_where_it_lacks_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lightning.pytorch.trainer import call
+
+    with pytest.warns(UserWarning, match=r"lightning 2\.3\.1 is not known .* tested with 2\.5 and later"):
+        framework.check_version("lightning.pytorch", "2.3.1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        framework.check_version("lightning", "9.0.1")
-        framework.check_version("lightning", "2.6.6")
+        framework.check_version("lightning.pytorch", "2.3.1")
+        framework.check_version("lightning.pytorch", "9.0.1")
+    monkeypatch.delattr(call, "_call_callback_hooks")
+    with pytest.warns(UserWarning, match=r"9\.0\.1 .* it lacks trainer\.call\._call_callback_hooks, which"):
+        framework.check_version("lightning.pytorch", "9.0.1")
 
 
 class Wide(pl.LightningModule):

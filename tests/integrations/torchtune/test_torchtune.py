@@ -462,10 +462,17 @@ def test_recipes_and_ranks_that_there_are_not(tmp_path: Path, monkeypatch: pytes
         ours.RecipeSettings(OmegaConf.create(tiny_config(tmp_path, "full")))
 
 
-def test_another_version_is_warned_about() -> None:
+def test_an_older_version_is_warned_about() -> None:
     warn_of_version("0.6.1+cpu")
-    with pytest.warns(UserWarning, match=r"tested with torchtune 0\.6\.1, and this is 0\.7\.0"):
-        warn_of_version("0.7.0")
+    warn_of_version("0.7.0")
+    with pytest.warns(UserWarning, match=r"tested with torchtune 0\.6 and later, and this is 0\.5\.0"):
+        warn_of_version("0.5.0")
+
+
+def test_a_recipe_that_lacks_what_is_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_OVERRIDDEN", ("setup", "_no_such_method"))
+    with pytest.raises(ImportError, match=r"full_finetune_single_device\.py of .* has no _no_such_method"):
+        ours.recipe_class("full")
 
 
 def test_without_torchtune_the_pip_line_is_reported() -> None:

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks, values
 
-from batchfit._engine.distributed import fsdp
+from batchfit._engine.torch_private import fsdp2
 
 pytestmark = [
     pytest.mark.skipif(
         not (dist.is_available() and dist.is_gloo_available()),
         reason="needs gloo: torch.distributed without it",
     ),
-    pytest.mark.skipif(not fsdp.can_reset(), reason=f"torch {torch.__version__} cannot reset FSDP2"),
+    pytest.mark.skipif(not fsdp2.can_reset(), reason=f"torch {torch.__version__} cannot reset FSDP2"),
 ]
 
 CASES_AT_LEAST = 40

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import batchfit
 from batchfit._cli.exits import Code
+from batchfit._cli.features import known_features
 from batchfit._cli.output import stdout_for_results
 from batchfit._cli.progress import is_terminal, progress_here, speaks
 from batchfit._units import format_bytes
@@ -39,6 +40,7 @@ class Findings:
     allocator: dict[str, str] = field(default_factory=dict)
     devices: list[dict[str, Any]] = field(default_factory=list)
     store: dict[str, Any] = field(default_factory=dict)
+    features: list[dict[str, str]] = field(default_factory=list)
     self_test: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -53,6 +55,7 @@ def examine(*, as_json: bool) -> Code:
             look_at_packages(findings)
             look_at_torch(findings)
             look_at_store(findings)
+            look_at_features(findings)
             progress.doing("running a small search")
             test_a_search(findings)
         if speaks() and as_json:
@@ -129,6 +132,14 @@ def look_at_torch(findings: Findings) -> None:
             findings.broken.append(f"{device['name']} {device['description']}: {device['note']}")
         elif device["note"]:
             findings.notes.append(f"{device['name']}: {device['note']}")
+
+
+def look_at_features(findings: Findings) -> None:
+    """What works with this torch, what with a caveat, and what not at all."""
+    try:
+        findings.features = [asdict(one) for one in known_features()]
+    except Exception as error:  # noqa: BLE001  torch may be missing or broken: that is said by now
+        findings.notes.append(f"features cannot be looked at: {type(error).__name__}: {error}")
 
 
 def look_at_store(findings: Findings) -> None:
@@ -208,6 +219,8 @@ def show_findings(findings: Findings, stream: TextIO) -> None:
     lines += [("store", findings.store["path"] or "none"), ("holds", _store_line(findings.store))]
     lines += [("", "optional packages")]
     lines += [(name, version or "-") for name, version in findings.extras.items()]
+    lines += [("", "features")]
+    lines += [(one["state"], one["name"]) for one in findings.features] or [("unknown", "")]
     lines += [("", "self-test")]
     verdict = paint("passed", "32") if findings.self_test["passed"] else paint("failed", "31")
     lines += [(verdict, f"{findings.self_test['detail']}, {findings.self_test['elapsed_s']:.2f} s")]
@@ -215,6 +228,9 @@ def show_findings(findings: Findings, stream: TextIO) -> None:
     for name, text in lines:
         pad = " " * max(0, width - (len(name) if "\x1b" not in name else len("passed")))
         stream.write(f"  {name}{pad}  {text}\n" if name else f"{paint(text, '1')}\n")
+    for one in findings.features:
+        if one["state"] != "works":
+            stream.write(f"{paint(one['state'] + ':', '33')} {one['name']}: {one['detail']}\n")
     for note in findings.notes:
         stream.write(f"{paint('note:', '33')} {note}\n")
     for fault in findings.broken:

@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 
 from batchfit._engine.device.tensors import is_dense
+from batchfit._engine.torch_private import foreach
 
 BUCKET_BYTES: Final = 25 << 20
 _SLOTS: Final = 4
-
-_foreach_copy: Any = torch._foreach_copy_
 
 
 class _Bucket(NamedTuple):
@@ -138,7 +137,7 @@ class Reduction:
             assert slots
             slot = slots.popleft()
             flat, views = _laid_out(slot, [likes[number] for number in bucket.members])
-            _foreach_copy(views, members)
+            foreach.copy_(views, members)
         work: Any
         if sums:
             work = dist.all_reduce(flat, group=self._group, async_op=True)
@@ -155,7 +154,7 @@ class Reduction:
         else:
             flight.work.wait(timedelta(seconds=timeout_s))
         if flight.views:
-            _foreach_copy(flight.members, flight.views)
+            foreach.copy_(flight.members, flight.views)
         if flight.slot is not None and flight.slots is not None:
             flight.slots.append(flight.slot)
 

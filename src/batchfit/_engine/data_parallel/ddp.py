@@ -37,10 +37,8 @@ from batchfit._engine.device.resolve import Device
 from batchfit._engine.distributed.collectives import begun_since, counts
 from batchfit._engine.distributed.ranks import Ranks, broken
 from batchfit._engine.snapshot.batch_undo import BatchUndo
+from batchfit._engine.torch_private import foreach
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError, RanksDisagreeError
-
-_foreach_mul: Any = torch._foreach_mul_
-_foreach_add: Any = torch._foreach_add_
 
 _BATCH: Final = "the gradients of a batch"
 _HOW: Final = "how to reduce a batch"
@@ -330,7 +328,7 @@ class DdpBatch:
         gradients = [leaf.grad for leaf in undo.leaves if leaf.grad is not None]
         if correction != 1.0 and gradients:
             with torch.no_grad():
-                _foreach_mul(gradients, correction)
+                foreach.mul_(gradients, correction)
         world_size = self._all.ranks.world_size
         chosen = [at for at in range(len(leaves)) if settled.reduces >> at & 1]
         waiting = [at for at in chosen if self._all.is_local(leaves[at], undo.old[at])]
@@ -340,7 +338,7 @@ class DdpBatch:
         if self._reduction is not None:
             if waiting:
                 with torch.no_grad():
-                    _foreach_add([leaves[at].grad for at in waiting], [undo.old[at] for at in waiting])
+                    foreach.add_([leaves[at].grad for at in waiting], [undo.old[at] for at in waiting])
             limit_s = self._all.ranks.timeout_s if _host_waits(self._all.group) else None
             self._reduction.run(
                 [leaves[at] for at in chosen],
@@ -360,7 +358,7 @@ class DdpBatch:
         parts = [undo.old[at] for at in chosen if at not in waiting and undo.old[at] is not None]
         if parts:
             with torch.no_grad():
-                _foreach_mul(parts, 1.0 / self._all.ranks.world_size)
+                foreach.mul_(parts, 1.0 / self._all.ranks.world_size)
         undo.keep()
         for at in chosen:
             gradient = leaves[at].grad

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.data_parallel.all_reduce import BUCKET_BYTES
+from batchfit._engine.torch_private import ddp
 from batchfit.errors import BatchfitError
 
 _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
@@ -149,7 +150,7 @@ class Wrapped:
 
     def rebuilt(self) -> int:
         """How many of them have rebuilt their buckets, which is a collective in a forward."""
-        return sum(bool(getattr(model, "_has_rebuilt_buckets", False)) for model in self._models)
+        return sum(map(ddp.has_rebuilt_buckets, self._models))
 
     def rebuild_buckets(self) -> None:
         """DDP rebuilds its buckets once, in the forward after the first batch that it reduced.
@@ -157,9 +158,7 @@ class Wrapped:
         That is a collective, and a rank that has no samples then would miss it: so it is done now.
         """
         for model in self._models:
-            rebuild = getattr(model.reducer, "_rebuild_buckets", None)
-            if rebuild is not None and rebuild():
-                model._has_rebuilt_buckets = True
+            ddp.rebuild_buckets(model)
 
     def _set(self, value: bool) -> None:
         for model in self._models:
@@ -169,6 +168,7 @@ class Wrapped:
 
 def _refuse(model: DistributedDataParallel) -> None:
     """What DDP can do and this cannot."""
+    ddp.check(model)
     if dist.get_world_size(model.process_group) != dist.get_world_size():
         raise BatchfitError(
             "a model is wrapped for a part of the ranks (process_group=...), and all ranks must agree on a "
@@ -183,7 +183,7 @@ def _refuse(model: DistributedDataParallel) -> None:
         raise BatchfitError(
             "DistributedDataParallel(mixed_precision=...) casts gradients in its own reduction. Use autocast"
         )
-    if getattr(model, "_delay_all_reduce_params", None):
+    if ddp.delays(model):
         raise BatchfitError(
             "DistributedDataParallel(delay_all_reduce_named_params=...) reduces inside backward: leave it out"
         )
@@ -193,12 +193,12 @@ def _refuse(model: DistributedDataParallel) -> None:
 
 def _refuse_now(model: DistributedDataParallel) -> None:
     """What may be switched on later."""
-    if getattr(model, "_comm_hooks", None):
+    if ddp.has_hook(model):
         raise BatchfitError(
             "a communication hook is registered, and gradients are reduced outside of "
             "DistributedDataParallel, and DDP would never call it. Leave the hook out"
         )
-    if getattr(getattr(model, "_join_config", None), "enable", False):
+    if ddp.is_joining(model):
         raise BatchfitError(
             "ddp.join() puts collectives into forward. Leave it out: ranks may have unequal batches here, "
             "and one without samples passes None or an empty batch"
@@ -210,8 +210,7 @@ def _hooked_by(models: Sequence[DistributedDataParallel]) -> set[int] | None:
     found: set[int] = set()
     for model in models:
         mine = {id(one) for one in _reduced_by(model) if one.requires_grad}
-        logged = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        if logged.get("num_parameter_tensors") != len(mine):
+        if ddp.reduced_parameters(model) != len(mine):
             return None
         found |= mine
     return found

@@ -36,7 +36,6 @@ from batchfit._engine.data_parallel.step_vote import RankStep
 from batchfit._engine.device import readings
 from batchfit._engine.device.oom import Failure, run_guarded, run_twice
 from batchfit._engine.device.resolve import Device
-from batchfit._engine.distributed import fsdp
 from batchfit._engine.distributed.collectives import CollectiveCall as Sent
 from batchfit._engine.distributed.collectives import (
     StepSends,
@@ -47,6 +46,7 @@ from batchfit._engine.distributed.collectives import (
     recording,
 )
 from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.torch_private import fsdp2
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
 
 _BATCH: Final = "the microbatches of a sharded model"
@@ -183,7 +183,7 @@ class FsdpBatch:
         if sized is None:
             return Offer(rehearsed=rehearsed, spare=work.key in self._all.spares)
         note = "batchfit: raised while a batch was cut and weighed"
-        if not (fsdp.can_reset() or sized.retries):
+        if not (fsdp2.can_reset() or sized.retries):
             sized.limit_untested(_HEADROOM)
         weight = run_twice(work.weigh, device=self._device, note=note)
         if not rehearsed and work.key not in self._all.spares:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.distributed import fsdp
 from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.torch_private import fsdp2, needs
 from batchfit.errors import BatchfitError, SnapshotError
 
 
@@ -35,12 +36,11 @@ class Shards:
         self.factor()  # refuses what differs from module to module
 
     def _groups(self) -> list[Any]:
-        return [group for module in self._modules for group in fsdp.groups_of(module)]
+        return [group for module in self._modules for group in fsdp2.groups(module)]
 
     def factor(self) -> float:
         """What FSDP2 divides the sum of the ranks' gradients by."""
-        groups = self._groups()
-        asked = {getattr(group, "gradient_divide_factor", None) for group in groups}
+        asked = {fsdp2.divide_factor(group) for group in self._groups()}
         if len(asked) > 1:
             raise BatchfitError(
                 "set_gradient_divide_factor() must be the same for all parts of the models, not "
@@ -50,8 +50,7 @@ class Shards:
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """Refuse leaves whose gradients would not be reduced."""
-        groups = self._groups()
-        known = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
+        known = {id(fsdp2.sharded(one)) for group in self._groups() for one in fsdp2.parameters(group)}
         outside = [leaf for leaf in leaves if id(leaf) not in known]
         if outside:
             shown = ", ".join(str(tuple(leaf.shape)) for leaf in outside[:3])
@@ -73,8 +72,7 @@ class Shards:
 
     def gathered_parameters(self) -> list[torch.Tensor]:
         """The gathered parameters that stand for the sharded ones in a graph, as far as they exist."""
-        groups = self._groups()
-        found = [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
+        found = [fsdp2.gathered(one) for group in self._groups() for one in fsdp2.parameters(group)]
         return [one for one in found if one is not None]
 
     def reshard(self) -> None:
@@ -85,20 +83,15 @@ class Shards:
         """
         for module in self._modules:
             module.reshard()
-            state = module._get_fsdp_state()
-            getattr(state._comm_ctx, "post_forward_order", []).clear()
-            for group in fsdp.groups_of(module):
-                getattr(group, "_post_forward_indices", []).clear()
+            fsdp2.forget_forwards(module)
 
     def check_flags(self) -> None:
         """Refuse gradients that FSDP2 would keep unsharded, where they cannot be undone."""
-        for module in self._modules:
-            for group in fsdp.groups_of(module):
-                if not (group.reduce_grads and getattr(group, "all_reduce_grads", True)):
-                    raise BatchfitError(
-                        "set_requires_gradient_sync(False) keeps gradients unsharded inside FSDP2, where "
-                        "they cannot be undone after an OOM. Leave it True: backward calls add up"
-                    )
+        if not all(map(fsdp2.reduces, self._groups())):
+            raise BatchfitError(
+                "set_requires_gradient_sync(False) keeps gradients unsharded inside FSDP2, where "
+                "they cannot be undone after an OOM. Leave it True: backward calls add up"
+            )
 
     def reset(self) -> bool:
         """After a step that failed in them; False where this torch cannot do it."""
@@ -118,17 +111,17 @@ class Shards:
 
     def _checked_meshes(self) -> list[Any]:
         found: dict[int, Any] = {}
-        for module in self._modules:
-            for group in fsdp.groups_of(module):
-                for one in group.fsdp_params:
-                    if getattr(one, "is_dtensor", False):
-                        raise BatchfitError(
-                            "parameters are spread over ranks by tensor parallelism too, which has "
-                            "collectives in forward, with sizes of the batch. Shard with FSDP2 alone"
-                        )
-                    mesh = one.sharded_param.device_mesh
-                    found.setdefault(id(mesh), mesh)
+        for one in (one for group in self._groups() for one in fsdp2.parameters(group)):
+            if fsdp2.is_spread(one):
+                raise BatchfitError(
+                    "parameters are spread over ranks by tensor parallelism too, which has "
+                    "collectives in forward, with sizes of the batch. Shard with FSDP2 alone"
+                )
+            mesh = fsdp2.sharded(one).device_mesh
+            found.setdefault(id(mesh), mesh)
         for mesh in found.values():
+            if mesh.device_type == "cpu" and not fsdp2.runs_on_cpu():
+                raise needs.FSDP2_ON_CPU.refusal()
             if mesh.size() != self._ranks.world_size:
                 raise BatchfitError(
                     f"a model is sharded over {mesh.size()} of {self._ranks.world_size} ranks, and all ranks "

@@ -25,6 +25,7 @@ import torch
 
 from batchfit._engine.device.device import Device, Peaks, check_budget
 from batchfit._engine.device.pure.allocator_state import AllocatorState, layout_of
+from batchfit._engine.torch_private import allocator
 from batchfit.errors import BatchfitError
 
 # The fraction that a limit of ours has set, for a torch that cannot read it: (back-end, index) -> fraction.
@@ -274,8 +275,7 @@ class CudaDevice(CachingDevice):
 
     def _records_history(self) -> bool:
         """Whether `torch.cuda.memory._record_memory_history` is on: a snapshot has stacks then."""
-        enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-        return enabled is not None and self.backend is torch.cuda and bool(enabled())
+        return self.backend is torch.cuda and allocator.history_is_recorded()
 
     def _forget_workspaces(self) -> None:
         """Release the workspaces of cuBLAS: each trial allocates them again, as a new process does.
@@ -283,9 +283,8 @@ class CudaDevice(CachingDevice):
         Allocated in the middle of a step they may lie in a large block, which cannot be released any more: of
         Llama-110M under 24 GiB 50 samples run if a small step was there first, and 45 if none was.
         """
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear is not None and self.backend is torch.cuda:
-            clear()
+        if self.backend is torch.cuda:
+            allocator.clear_cublas_workspaces()
 
 
 @final

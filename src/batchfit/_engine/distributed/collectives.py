@@ -25,9 +25,10 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._engine.device import oom
+from batchfit._engine.torch_private import process_groups
+from batchfit._engine.torch_private.dispatch import TorchDispatchMode
 
 _SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # They send nothing: one waits for what was sent, the others only wrap.
@@ -67,8 +68,7 @@ def counts() -> dict[str, int]:
     """How many collectives each process group of this process has begun."""
     if not (dist.is_available() and dist.is_initialized()):
         return {}
-    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    return {group.group_name: int(group._get_sequence_number_for_group()) for group in groups}
+    return process_groups.counts()
 
 
 def begun_since(before: Mapping[str, int]) -> dict[str, int]:
@@ -280,7 +280,7 @@ def _send_zeros(call: CollectiveCall) -> None:
             dist.Work.unbox(work).wait()
         return
     for tensor in sent if isinstance(sent, tuple | list) else [sent]:
-        torch.ops._c10d_functional.wait_tensor(tensor)
+        process_groups.wait(tensor)
 
 
 def _shapes(value: Any) -> Any:
@@ -320,13 +320,14 @@ def _made(value: Any) -> Any:
 
 def _group_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """The name of the group that a collective goes to, "" where it cannot be read."""
-    names = {group.group_name for group in dist.distributed_c10d._world.pg_map}
+    names = process_groups.names()
     for value in (*args, *kwargs.values()):
         if isinstance(value, str) and value in names:
             return value
         if isinstance(value, dist.ProcessGroup):
             return str(value.group_name)
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            unbox = getattr(dist.ProcessGroup, "unbox", None)
-            return "" if unbox is None else str(unbox(value).group_name)
+        if isinstance(value, torch.ScriptObject):
+            name = process_groups.name_of(value)
+            if name is not None:
+                return name
     return ""

@@ -12,7 +12,6 @@ Rules:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,6 +21,7 @@ from torch import nn
 
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
+from batchfit._engine.torch_private import fsdp2, needs
 
 _WIDTH = 4
 
@@ -43,25 +43,7 @@ class SelfTest:
 
 def sharded_modules(modules: Iterable[nn.Module]) -> list[Any]:
     """Those that `fully_shard` was called on."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [one for one in modules if isinstance(one, kind)]
-
-
-def groups_of(module: Any) -> list[Any]:
-    """The groups of parameters that a module of `sharded_modules` gathers and reduces together (private)."""
-    state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # newer than torch 2.11
-    if several is not None:
-        return list(several)
-    one = state._fsdp_param_group
-    return [] if one is None else [one]
-
-
-def can_reset() -> bool:
-    """Whether this torch can reset FSDP2 after a step that failed in it."""
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-    return hasattr(FSDPState, "_reset_iter_state")
+    return [one for one in modules if fsdp2.is_sharded(one)]
 
 
 def reset(module: nn.Module) -> None:
@@ -81,6 +63,8 @@ def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
     Kept for the process. No random numbers are drawn.
     """
     key = (torch.__version__, mesh.device_type, tuple(mesh.shape))
+    if key not in verdicts and mesh.device_type == "cpu" and not fsdp2.runs_on_cpu():
+        verdicts[key] = SelfTest(forward=False, backward=False, why=needs.FSDP2_ON_CPU.why())
     if key not in verdicts:
         ranks = ranks or Ranks.current()
         mine = {}

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from batchfit._engine.device import oom
 from batchfit._engine.distributed.collectives import is_lost_connection
 from batchfit._engine.distributed.consensus import StoreConsensus, name_of
+from batchfit._engine.torch_private import process_groups
 from batchfit.errors import (
     BatchfitError,
     CollectivesError,
@@ -205,7 +206,7 @@ def _current_meeting() -> StoreConsensus | None:
     group: Any = dist.group.WORLD
     if _meeting_now is not None and _meeting_now[0]() is group:
         return _meeting_now[1]
-    store = dist.distributed_c10d._get_default_store()
+    store = process_groups.default_store()
     if store is None:  # mpi
         raise BatchfitError(
             f"ranks of a {dist.get_backend()} group cannot agree, because the group has no store. "

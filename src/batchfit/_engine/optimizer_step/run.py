@@ -6,16 +6,14 @@ named afterwards; of a scaler, its private notes on each optimizer are read: the
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, final
+from typing import Literal, final
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from batchfit._engine.torch_private.optimizers import forget, found_inf, is_unscaled, takes_scaler
 from batchfit.errors import StepInterruptedError
-
-# Attributes that `GradScaler.step` hangs on an optimizer for its fused step, and takes off at its end.
-_LENT: Final = ("grad_scale", "found_inf")
 
 
 @final
@@ -48,8 +46,8 @@ class StepRun:
         if scaler is not None:
             for one in self.optimizers:
                 # A fused optimizer unscales by itself. Where the user has done it, it must not be done twice.
-                late = clip_norm is None and getattr(one, "_step_supports_amp_scaling", False)
-                if not late and not _is_unscaled(scaler, one):
+                late = clip_norm is None and takes_scaler(one)
+                if not late and not is_unscaled(scaler, one):
                     scaler.unscale_(one)
         if clip_norm is not None:
             self.norm = clip_grad_norm_([p for some in self.parameters for p in some], clip_norm)
@@ -63,7 +61,7 @@ class StepRun:
         if scaler is not None:
             self._phase = "scaler"
             if recording:
-                self.skipped = _found_inf(scaler)
+                self.skipped = found_inf(scaler)
             scaler.update()
 
     def devices(self) -> set[torch.device]:
@@ -76,11 +74,7 @@ class StepRun:
         """The error for a step that had an OOM and cannot be undone; what the scaler noted is forgotten."""
         optimizer, parameters = self.optimizers[self._at], self.parameters[self._at]
         if self.scaler is not None and self._phase != "scaler":
-            # Left behind, the next step would be scaled twice, or refused as one that was begun already.
-            for one in self.optimizers:
-                _states_of(self.scaler).pop(id(one), None)
-                for name in _LENT:
-                    vars(one).pop(name, None)
+            forget(self.scaler, self.optimizers)
         moved = []
         if self._phase == "parameters":
             names = _names_of(optimizer)
@@ -98,21 +92,6 @@ class StepRun:
 
 def _version_of(parameter: torch.Tensor) -> int:
     return -1 if parameter.is_inference() else parameter._version
-
-
-def _states_of(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """What a scaler knows of each optimizer in this step; its `state_dict` leaves that out."""
-    return scaler._per_optimizer_states
-
-
-def _is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    state = _states_of(scaler).get(id(optimizer))
-    return state is not None and getattr(state["stage"], "name", "") == "UNSCALED"
-
-
-def _found_inf(scaler: torch.amp.GradScaler) -> bool:
-    states = _states_of(scaler).values()
-    return any(bool(found) for state in states for found in state["found_inf_per_device"].values())
 
 
 def _names_of(optimizer: Optimizer) -> dict[torch.Tensor, str]:

@@ -9,12 +9,13 @@ Rules:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.optim import Optimizer
+
+from batchfit._engine.torch_private import optimizers
 
 # What their new state holds depends on the learning rate of the moment at which it is made.
 _LR_IN_STATE: Final = (torch.optim.Rprop, torch.optim.ASGD)
@@ -27,21 +28,11 @@ def can_make_state(optimizer: Optimizer, *, scaled: bool) -> bool:
 
     SGD counts: its buffers are made inside the step, but it is known how large they are.
     """
-    cls = type(optimizer)
     return (
-        cls.step.__module__.startswith("torch.optim.")
-        and getattr(cls, "_init_group", make_state).__module__.startswith("torch.optim.")
-        and not optimizer._optimizer_step_pre_hooks
+        optimizers.makes_state_in_init_group(optimizer)
+        and not optimizers.has_step_hook(optimizer)
         and not (scaled and isinstance(optimizer, _LR_IN_STATE))
     )
-
-
-@torch.no_grad()
-def make_state(optimizer: Any) -> None:
-    """Make the state of every parameter that has a gradient and no state."""
-    lists = len(inspect.signature(optimizer._init_group).parameters) - 1
-    for group in optimizer.param_groups:
-        optimizer._init_group(group, *([] for _ in range(lists)))
 
 
 def remembered(optimizer: Optimizer) -> Undo:

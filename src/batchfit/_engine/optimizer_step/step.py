@@ -39,9 +39,10 @@ from batchfit._engine.device import oom
 from batchfit._engine.device.device import read_ram
 from batchfit._engine.optimizer_step.memory import Need, StorageRecorder, free_memory, guess
 from batchfit._engine.optimizer_step.run import StepRun
-from batchfit._engine.optimizer_step.state import Undo, can_make_state, make_state, remembered, undo_all
+from batchfit._engine.optimizer_step.state import Undo, can_make_state, remembered, undo_all
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.torch_private.dynamo import is_compiled_function
+from batchfit._engine.torch_private.optimizers import make_state
 from batchfit._units import format_bytes
 from batchfit.errors import BatchfitError, SnapshotError
 

@@ -15,7 +15,6 @@ Rules
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -35,6 +34,7 @@ from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
 from batchfit._engine.sizing.pure.pack import MULTIPLE, SeenShapes, pack
 from batchfit._engine.sizing.pure.sizes import EventLog
 from batchfit._engine.sizing.uniform import BEFORE_FIRST, counted
+from batchfit._engine.torch_private.allocator import settings_text
 
 log = logging.getLogger("batchfit")
 
@@ -357,6 +357,5 @@ def _shortest(whole: Batch, piece: Piece) -> int:
 
 
 def _expandable(device: object) -> bool:
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    on = any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
+    on = "expandable_segments:true" in settings_text().lower()
     return on or not isinstance(device, CudaDevice)

@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.snapshot import rng
-from batchfit._engine.torch_private import foreach
+from batchfit._engine.torch_private import foreach, optimizers
 
 
 @final
@@ -124,7 +124,7 @@ class BatchUndo:
         self._scaler = scaler
         self._own = generators
         self._undos = [*self.random_states(), *more]
-        self._scaler_state = _scaler_state(scaler)
+        self._scaler_state = optimizers.scaler_attributes(scaler)
         self.old: list[torch.Tensor | None] = []
         self._kept = False
 
@@ -214,17 +214,3 @@ def _is_dead(error: BaseException | None) -> bool:
     from batchfit._engine.device import oom
 
     return error is not None and oom.classify(error) == "fatal"
-
-
-def _scaler_state(scaler: Any) -> dict[str, Any] | None:
-    """What `scale()` may set up: its tensors are made late, and never written by it."""
-    if scaler is None or not hasattr(scaler, "__dict__"):
-        return None
-    state = dict(vars(scaler))
-    table = state.get("_per_optimizer_states")
-    if table is not None:
-        copied = table.copy()
-        for key, value in table.items():
-            copied[key] = dict(value) if isinstance(value, dict) else value
-        state["_per_optimizer_states"] = copied
-    return state

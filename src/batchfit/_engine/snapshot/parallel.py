@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from batchfit._engine.torch_private import ddp, fsdp2, needs
 from batchfit.errors import SnapshotError
 
 
@@ -39,16 +40,13 @@ def settle(module: nn.Module, *, cut_off: bool = True) -> None:
     if not cut_off:
         return
     if isinstance(module, DistributedDataParallel):
-        reset = getattr(module.reducer, "_reset_state", None)
-        if reset is None:
-            raise SnapshotError("this version of torch cannot reset DistributedDataParallel")
-        reset()
+        ddp.reset(module)
         if _lost_buckets(module):
             raise SnapshotError(
                 "a step failed while DistributedDataParallel laid out its buckets, which it does in the "
                 "second step, and torch cannot undo that"
             )
-    elif is_sharded_root(module):
+    elif fsdp2.is_root(module):
         _settle_sharded(module)
 
 
@@ -64,36 +62,14 @@ def _lost_buckets(module: Any) -> bool:
     worse; and a layout that is not that of all ranks is a segmentation fault.
     """
     needed = sum(one.numel() for one in module.parameters() if one.requires_grad)
-    try:
-        buckets = module.reducer._get_zeros_like_grad_buckets()
-    except RuntimeError:  # no memory to look
-        return False
-    return bool(sum(bucket.buffer().numel() for bucket in buckets) < needed)
-
-
-def is_sharded_root(module: Any) -> bool:
-    # Who has not imported FSDP has no such module, and importing it here takes a second.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    # A module becomes the root of what `fully_shard` has wrapped when it first runs.
-    return kind is not None and isinstance(module, kind) and bool(module._get_fsdp_state()._is_root)
+    held = ddp.bucket_elements(module)
+    return held is not None and held < needed
 
 
 def _settle_sharded(root: Any) -> None:
-    state = root._get_fsdp_state()
-    reset = getattr(state, "_reset_iter_state", None)  # newer than torch 2.11
-    if reset is None:
-        if any(one._training_state.name != "IDLE" for one in state._state_ctx.all_states):
-            raise SnapshotError("a step failed inside FSDP2, and this version of torch cannot reset it")
+    if fsdp2.has_reset(root):
+        fsdp2.reset(root)
+    elif fsdp2.at_rest(root):
         root.reshard()
-        return
-    reset()
-    # That forgets one thing (seen in 2.13): a backward that failed between making a gradient and reducing
-    # it leaves the gradient on the unsharded parameter, and the next backward adds to it.
-    for one in state._state_ctx.all_states:
-        for group in one._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                if unsharded is not None:
-                    unsharded.grad = None
+    else:
+        raise SnapshotError(f"a step failed inside FSDP2. {needs.FSDP2_RESET.why()}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, final
@@ -29,6 +28,7 @@ from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.torch_private.autograd import gradient_hooks
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
+from batchfit._engine.torch_private.optimizers import forget_steps_of, chooses_foreach
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.values import WHOLE
@@ -240,7 +240,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._optimizers.append(optimizer)
         groups = [(group, dict(group)) for group in optimizer.param_groups]
         state = optimizer.state
-        chooses = _chooses_foreach(optimizer)
+        chooses = chooses_foreach(optimizer)
         for group, values in groups:
             for index, one in enumerate(values["params"]):
                 if id(one) not in self._fakes:  # of no module: a prompt, a temperature
@@ -292,10 +292,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         return faked
 
     def _fake_scaler(self, scaler: Any) -> None:
-        states = vars(scaler).get("_per_optimizer_states")
-        scaler._scale = scaler._growth_tracker = None
-        if states is not None:
-            scaler._per_optimizer_states = defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
+        forget_steps_of(scaler)
 
     def _keep(self, root: Any) -> None:
         """Later restores what `root` holds now: its attributes and its items, and theirs in turn."""
@@ -391,15 +388,6 @@ def _clear_if_filled(cached: Any, misses: int) -> None:
     """Forget what a cache was given in a trace: fakes; what it held before is made again when asked for."""
     if cached.cache_info().misses != misses:
         cached.cache_clear()
-
-
-def _chooses_foreach(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer takes its foreach form on a GPU of its own accord; torch's Adafactor does not."""
-    return any(
-        hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach")
-        for kind in type(optimizer).__mro__
-        if kind is not torch.optim.Optimizer
-    )
 
 
 _LEAST_PAGED = 1e5  # elements: bitsandbytes pages no smaller state

@@ -20,6 +20,7 @@ from batchfit._arguments import check_flag
 from batchfit._engine.batch.sources import takes_arguments
 from batchfit._engine.batch.structure import is_array
 from batchfit._engine.device.tensors import tensors_in
+from batchfit._engine.torch_private.optimizers import has_step_hook
 
 _STATELESS = (str, bytes, int, float, complex, type, FunctionType, BuiltinFunctionType, type(None))
 
@@ -84,7 +85,7 @@ def check_belongs(optimizer: Any, model: nn.Module, others: Iterable[object]) ->
         return
     # One of torch's moves its own parameters by their own gradients, unless a hook makes up for that.
     plain = type(optimizer).__module__.startswith("torch.optim.")
-    hooked = plain and bool(optimizer._optimizer_step_pre_hooks)
+    hooked = plain and has_step_hook(optimizer)
     if plain and not hooked and _kinds(moved) == _kinds(own):
         raise ValueError(
             f"optimizer must hold the model's parameters, not those of a copy: each of its {len(moved)} is "

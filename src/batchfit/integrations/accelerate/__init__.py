@@ -16,25 +16,27 @@ try:
 except ImportError as error:
     raise ImportError('pip install "batchfit[accelerate]" to use batchfit.integrations.accelerate') from error
 
-from batchfit.integrations.accelerate.finder import find_executable_batch_size
+from batchfit.integrations.accelerate.finder import PREPARED, find_executable_batch_size
 from batchfit.integrations.accelerate.microbatches import backward
 
 __all__ = ["backward", "find_executable_batch_size"]
 
-TESTED: Final = ("1.10", "1.15")
+OLDEST: Final = (1, 10)
+_OF_STATE: Final = ("_set_sync_gradients", "_remove_dataloader")
 
 
 def _warn_of_version(version: str = accelerate.__version__) -> None:
-    """Warn of a version outside of the tested range."""
-    try:
-        now = tuple(int(part) for part in version.split(".")[:2])
-    except ValueError:
-        now = (0,)
-    low, high = (tuple(int(part) for part in edge.split(".")) for edge in TESTED)
-    if not low <= now <= high:
+    """Warn of a version that is older than the tested ones, or lacks what is reset after a failed attempt."""
+    parts = version.split(".")[:2]
+    now = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else OLDEST
+    held = accelerate.Accelerator.__init__.__code__.co_names
+    missing = [name for name in PREPARED if name not in held]
+    missing += [name for name in _OF_STATE if not hasattr(accelerate.state.GradientState, name)]
+    if now < OLDEST or missing:
+        lacks = f", which has no {', '.join(missing)}" if missing else ""
         warnings.warn(
-            f"batchfit.integrations.accelerate is tested with accelerate {TESTED[0]} to {TESTED[1]}, "
-            f"and this is {version}",
+            f"batchfit.integrations.accelerate is tested with accelerate {'.'.join(map(str, OLDEST))} and "
+            f"later, and this is {version}{lacks}",
             stacklevel=3,
         )
 

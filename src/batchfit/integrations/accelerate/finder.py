@@ -27,7 +27,7 @@ from batchfit.errors import NothingFitsError
 from batchfit.integrations.accelerate.arguments import accelerators_of, bound_arguments, state_of
 from batchfit.results import Trial
 
-_PREPARED: Final = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+PREPARED: Final = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 _ZERO: Final = "No executable batch size found, reached zero."  # Accelerate's own words
 
 
@@ -203,7 +203,7 @@ class _AcceleratorState:
         self.device = accelerator.device
         self.scaler = accelerator.scaler
         self._accelerator = accelerator
-        self._lengths = {name: len(getattr(accelerator, name, ())) for name in _PREPARED}
+        self._lengths = {name: len(getattr(accelerator, name, ())) for name in PREPARED}
         self._engine = getattr(accelerator, "deepspeed_engine_wrapped", None)
         self._step = accelerator.step
         self._loaders = [one for one in self._references() if one is not None]

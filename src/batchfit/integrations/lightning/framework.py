@@ -3,7 +3,8 @@
 Rules
 - `lightning` and `pytorch_lightning` are the same code under two names. A callback is one of those that the
   program has imported; everything else is taken from the package that the Trainer comes from.
-- What is missing, unknown or contradicts a callback is said when the Trainer sets up, before anything runs.
+- What is missing, too old or contradicts a callback is said when the Trainer sets up, before anything runs. A
+  newer Lightning is used without a word as long as it has what the callbacks use.
 - Lightning's private parts are reached here and in `loaders` and `trials` by name, never copied.
 """
 
@@ -29,7 +30,15 @@ from batchfit.errors import BatchfitError
 log = logging.getLogger("batchfit")
 
 NAMES: Final[tuple[str, ...]] = ("lightning.pytorch", "pytorch_lightning")
-TESTED: Final = ((2, 5), (2, 6))  # the first and the last release that the tests have run with
+OLDEST: Final = (2, 5)  # the first release that the tests have run with
+# What is private in Lightning and used by the callbacks, by module.
+_PRIVATE: Final[Mapping[str, tuple[str, ...]]] = {
+    "trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
+    "plugins.precision.amp": ("_optimizer_handles_unscaling",),
+    "strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),
+    "utilities.exceptions": ("_TunerExitException",),
+    "utilities.parsing": ("_lightning_get_all_attr_holders",),
+}
 _METHODS: Final = ("fit", "validate", "test", "predict")
 _warned_versions: set[str] = set()
 
@@ -70,7 +79,7 @@ def _package(trainer: Any) -> str:
 def check_trainer(trainer: Any, callback: Any) -> None:
     """What every callback of ours asks of a Trainer."""
     package = _package(trainer)
-    check_version(package.split(".")[0], importlib.import_module(package).__version__)
+    check_version(package, importlib.import_module(package).__version__)
     name = type(callback).__name__
     strategies = part(trainer, "strategies")
     if not isinstance(trainer.strategy, (strategies.SingleDeviceStrategy, strategies.DDPStrategy)):
@@ -80,17 +89,32 @@ def check_trainer(trainer: Any, callback: Any) -> None:
         )
 
 
-def check_version(name: str, version: str) -> None:
+def check_version(package: str, version: str) -> None:
+    """Warn of a Lightning that is older than the tests, or lacks what the callbacks use; once."""
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if TESTED[0] <= found <= TESTED[1] or version in _warned_versions:
+    missing = _missing_from(package)
+    if version in _warned_versions or not (missing or found < OLDEST):
         return
     _warned_versions.add(version)
-    first, last = (".".join(map(str, one)) for one in TESTED)
+    lacks = f"lacks {', '.join(missing)}, which they use" if missing else "may lack parts that they use"
     warnings.warn(
-        f"{name} {version} is not known to batchfit, whose callbacks were tested with {first} to {last}: "
-        "they use parts of Lightning that may have changed",
+        f"{package.split('.')[0]} {version} is not known to batchfit, whose callbacks were tested with "
+        f"{'.'.join(map(str, OLDEST))} and later: it {lacks}",
         stacklevel=2,
     )
+
+
+def _missing_from(package: str) -> list[str]:
+    """What the callbacks use of Lightning and this one has not."""
+    found = []
+    for name, parts in _PRIVATE.items():
+        try:
+            module = importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError:
+            found.append(name)
+        else:
+            found += [f"{name}.{one}" for one in parts if not hasattr(module, one)]
+    return found
 
 
 def check_budget(budget: Any) -> None:

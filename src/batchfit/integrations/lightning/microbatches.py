@@ -43,6 +43,7 @@ from batchfit.integrations.lightning.merging import (
     saved_metrics,
 )
 
+_AMP = "plugins.precision.amp"
 _ADVICE = {  # what can be done in a LightningModule, where the loss is no mean of its samples
     "sum": "Return the mean from training_step: the loss divided by its samples",
     "compared": "Use backward_cached of a Microbatcher with manual optimization, which is exact, or batches "
@@ -312,7 +313,8 @@ class OomProofTraining(Callback):
         plugin = self._trainer.precision_plugin
         scaler = getattr(plugin, "scaler", None)
         result = closure()
-        if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        # As the plugin asks: a fused optimizer unscales in its own step.
+        if scaler is not None and not part(self._trainer, _AMP)._optimizer_handles_unscaling(optimizer):
             scaler.unscale_(optimizer)
         plugin._after_closure(model, optimizer)
         self._microbatcher.step(optimizer, scaler=scaler, rollback=self._rollback)

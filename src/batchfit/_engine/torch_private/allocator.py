@@ -1,0 +1,60 @@
+"""The CUDA caching allocator and what lies beside it: recorded history, workspaces of cuBLAS, settings."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+
+# Read by every torch that batchfit runs on, and where it is not set.
+_CUDA: Final = "PYTORCH_CUDA_ALLOC_CONF"
+_HIP: Final = "PYTORCH_HIP_ALLOC_CONF"
+_ANY: Final = "PYTORCH_ALLOC_CONF"
+_SINCE: Final = (2, 9)  # a name in a library of C++: nothing but the version says it
+
+
+def history_is_recorded() -> bool:
+    """Whether `torch.cuda.memory._record_memory_history` is on: a snapshot has stacks then."""
+    enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return enabled is not None and bool(enabled())
+
+
+def clear_cublas_workspaces() -> bool:
+    """Release the workspaces of cuBLAS; False where this torch cannot."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:
+        return False
+    clear()
+    return True
+
+
+def can_tell_history() -> bool:
+    """Whether it can be asked; a build without CUDA has no history to ask for."""
+    return not _has_cuda() or hasattr(torch._C, "_cuda_isHistoryEnabled")
+
+
+def can_clear_workspaces() -> bool:
+    """Whether they can be released; a build without CUDA has none."""
+    return not _has_cuda() or hasattr(torch._C, "_cuda_clearCublasWorkspaces")
+
+
+def settings_variables() -> tuple[str, ...]:
+    """The environment variables of its allocator's settings that this torch reads: the first that is set."""
+    return (_ANY, _CUDA, _HIP) if reads_any_name() else (_CUDA, _HIP)
+
+
+def reads_any_name() -> bool:
+    """Whether PYTORCH_ALLOC_CONF is one of them."""
+    release = torch.__version__.split("+")[0].split(".")
+    return (int(release[0]), int(release[1])) >= _SINCE
+
+
+def settings_text() -> str:
+    """The settings of CUDA's allocator, as the environment has them."""
+    names = [name for name in settings_variables() if name != _HIP]
+    return next((text for name in names if (text := os.environ.get(name))), "")
+
+
+def _has_cuda() -> bool:
+    return torch.version.cuda is not None or torch.version.hip is not None

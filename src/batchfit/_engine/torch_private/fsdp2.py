@@ -1,0 +1,186 @@
+"""FSDP2 (`fully_shard`): its states, groups of parameters and their records of the step that they are in.
+
+Rules: FSDP is imported by nobody who has not imported it, which takes a second. What cannot be read is
+refused; a factor that gradients are divided by is read or refused, never assumed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from batchfit._engine.torch_private import needs
+
+_MISSING: Final = object()
+
+
+def is_sharded(module: object) -> bool:
+    """Whether `fully_shard` was called on it."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def groups(module: Any) -> list[Any]:
+    """The groups of parameters that a sharded module gathers and reduces together."""
+    return _groups_of(_state(module))
+
+
+def parameters(group: Any) -> list[Any]:
+    """FSDP2's records of the parameters of a group, for the functions below."""
+    return list(_read(group, "fsdp_params"))
+
+
+def sharded(parameter: Any) -> Any:
+    """The parameter as the model and the optimizer have it."""
+    return _read(parameter, "sharded_param")
+
+
+def gathered(parameter: Any) -> torch.Tensor | None:
+    """The one that stands for it in a graph, once it has been gathered."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def is_spread(parameter: Any) -> bool:
+    """Whether it is spread by tensor parallelism, too."""
+    return bool(_read(parameter, "is_dtensor"))
+
+
+def is_root(module: Any) -> bool:
+    """Whether it is the root of what is sharded, which it becomes when it first runs."""
+    return is_sharded(module) and bool(_read(_state(module), "_is_root"))
+
+
+def at_rest(root: Any) -> bool:
+    """Whether no part of it is in the middle of a step."""
+    return all(_read(one, "_training_state").name == "IDLE" for one in _all_states(root))
+
+
+def has_reset(root: Any) -> bool:
+    """Whether this one can be reset after a step that failed in it."""
+    return hasattr(_state(root), "_reset_iter_state")
+
+
+def can_reset() -> bool:
+    """Whether this torch can reset FSDP2 after a step that failed in it."""
+    return hasattr(_part("_fsdp_state", "FSDPState"), "_reset_iter_state")
+
+
+def reset(root: Any) -> None:
+    """Back to rest after a step that failed, with no gradient on any gathered parameter.
+
+    torch 2.15 takes away the gradients of sharded parameters, too: they are put in place afterwards.
+    """
+    _state(root)._reset_iter_state()
+    # That forgets one thing (seen in 2.13): a backward that failed between making a gradient and reducing
+    # it leaves the gradient on the unsharded parameter, and the next backward adds to it.
+    for state in _all_states(root):
+        for group in _groups_of(state):
+            for parameter in parameters(group):
+                # In 2.15 a property without a setter, which reads the gradient below.
+                if "unsharded_accumulated_grad" in vars(parameter):
+                    parameter.unsharded_accumulated_grad = None
+                unsharded = gathered(parameter)
+                if unsharded is not None:
+                    unsharded.grad = None
+
+
+def forget_forwards(module: Any) -> None:
+    """A forward without a backward is no part of the order in which the next backward gathers."""
+    state = _state(module)
+    # Made when the root first runs. Were it kept elsewhere, a microbatch would have one collective more than
+    # was recorded, which is an error of its own.
+    getattr(_read(state, "_comm_ctx"), "post_forward_order", []).clear()
+    for group in _groups_of(state):
+        _read(group, "_post_forward_indices").clear()
+
+
+def reduces(group: Any) -> bool:
+    """Whether gradients are reduced in each backward, as without `set_requires_gradient_sync(False)`."""
+    return bool(_read(group, "reduce_grads")) and bool(_read(group, "all_reduce_grads"))
+
+
+def divide_factor(group: Any) -> float | None:
+    """What the sum of gradients is divided by, where a factor was asked for; refused if unreadable."""
+    factor: Any = getattr(group, "gradient_divide_factor", _MISSING)
+    if factor is not _MISSING:
+        return None if factor is None else float(factor)
+    # torch 2.6 keeps a reduction that multiplies, from which the factor cannot be read; None: none was asked.
+    if getattr(group, "reduce_scatter_reduce_op", _MISSING) is None:
+        return None
+    raise needs.FSDP2_FACTOR.refusal()
+
+
+def reads_factor() -> bool:
+    """Whether a factor of the user's can be read."""
+    return "gradient_divide_factor" in _used_in(_part("_fsdp_param_group", "FSDPParamGroup"))
+
+
+def missing() -> list[str]:
+    """What is read here, and FSDP2 of this torch nowhere uses."""
+    found = []
+    for module, kind, names in _NAMES:
+        used = _used_in(_part(module, kind))
+        found += [f"{kind}.{name}" for name in names.split() if name not in used]
+    return found
+
+
+def runs_on_cpu() -> bool:
+    """Whether FSDP2 runs on a CPU."""
+    return hasattr(torch.cpu.Stream, "record_event")
+
+
+_OF_GROUPS: Final = "fsdp_params reduce_grads all_reduce_grads _post_forward_indices"
+_NAMES: Final = (
+    ("_fully_shard", "FSDPModule", "_get_fsdp_state"),
+    ("_fsdp_state", "FSDPState", "_is_root _state_ctx _comm_ctx _training_state _fsdp_param_group"),
+    ("_fsdp_state", "FSDPStateContext", "all_states"),
+    ("_fsdp_param_group", "FSDPCommContext", "post_forward_order"),
+    ("_fsdp_param_group", "FSDPParamGroup", _OF_GROUPS),
+    ("_fsdp_param", "FSDPParam", "sharded_param is_dtensor _unsharded_param"),
+)
+
+
+def _part(module: str, name: str) -> Any:
+    """A class of FSDP2's; None where it is not there."""
+    try:
+        return getattr(importlib.import_module(f"torch.distributed.fsdp._fully_shard.{module}"), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+def _used_in(kind: Any) -> set[str]:
+    """The names that a class has, and those that its methods use."""
+    if kind is None:
+        return set()
+    codes = [one.__code__ for one in vars(kind).values() if hasattr(one, "__code__")]
+    return {*vars(kind), *(name for code in codes for name in code.co_names)}
+
+
+def _state(module: Any) -> Any:
+    get = getattr(module, "_get_fsdp_state", None)
+    if get is None:
+        raise needs.FSDP2_STATE.refusal()
+    return get()
+
+
+def _all_states(root: Any) -> Iterator[Any]:
+    yield from _read(_read(_state(root), "_state_ctx"), "all_states")
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    one = _read(state, "_fsdp_param_group")  # up to torch 2.11: one at most
+    return [] if one is None else [one]
+
+
+def _read(of: Any, name: str) -> Any:
+    value = getattr(of, name, _MISSING)
+    if value is _MISSING:
+        raise needs.FSDP2_STATE.refusal()
+    return value
