@@ -21,14 +21,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch_private import dynamo, forward_hooks
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._engine.device.tensors import compilations
 from batchfit._engine.sizing.pure.sizes import MicrobatchEvent, balanced
+from batchfit._engine.torch_private.dynamo import compilations
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
+from torch_private import dynamo, forward_hooks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -987,7 +987,7 @@ def test_a_compiled_model_is_exact_and_compiled_few_times() -> None:
 
 
 def test_a_compiled_function_is_reported() -> None:
-    from batchfit._engine.device.tensors import is_compiled
+    from batchfit._engine.torch_private.dynamo import is_compiled
 
     model = nn.Linear(1, 1)
     assert not is_compiled(model)

@@ -61,6 +61,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")  # what torch says about loops of other people
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_loop_is_traced_and_then_goes_on(case: Case, request: pytest.FixtureRequest) -> None:
+    if case.name == "averaged_model" and torch.__version__.startswith("2.6."):
+        pytest.skip("torch 2.6 groups the averaged counters by device, and a detached fake one is the host's")
     nothing = living_bytes()
     workload = case.make("cpu")
     request.addfinalizer(functools.partial(let_go, workload))

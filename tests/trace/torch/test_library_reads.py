@@ -19,8 +19,9 @@ from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
 
 OPTIMIZERS = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam"),
-    *("RMSprop", "Rprop", "SGD"),
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "SGD"),
+    *(("Muon",) if hasattr(torch.optim, "Muon") else ()),  # since torch 2.9
 )
 NEVER_TRACED = {"LBFGS", "SparseAdam"}  # a line search branches on the loss; sparse gradients
 

@@ -24,7 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch_private import pack_padded_sequence
 
 import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
@@ -35,6 +34,7 @@ from batchfit._engine.trace.workload import glance, rules_for, trace_workload, u
 from batchfit._engine.workload.reachable import reach_of
 from batchfit.errors import UntraceableError
 from conftest import need
+from torch_private import pack_padded_sequence
 
 ROOT = Path(__file__).parents[3]
 DATA = json.loads(gzip.decompress((ROOT / "tests/data/h200_steps.json.gz").read_bytes()))["models"]
@@ -96,10 +96,20 @@ def zoo() -> Any:
     return module
 
 
+def slices_for_a_colon() -> bool:
+    """Whether `x[:, 0]` slices before it selects: torch 2.6 does, and backward has a gradient for each."""
+    selected = torch.ones(2, 2, requires_grad=True)[:, 0]
+    assert selected.grad_fn is not None
+    before = selected.grad_fn.next_functions[0][0]
+    return before is not None and before.name().startswith("SliceBackward")
+
+
 @pytest.mark.parametrize(
     "name", ["mlp_bf16", "distilbert_fp32", "distilbert_bf16", "resnet50_bf16", "swin_bf16", "dcgan_fp32"]
 )
 def test_a_trace_without_a_gpu_is_what_a_gpu_did(name: str) -> None:
+    if name.startswith("distilbert") and slices_for_a_colon():
+        pytest.skip("x[:, 0] takes a gradient more than on torch 2.11, with which the GPU's record was made")
     truth = DATA[name]
     model, _, precision = name.rpartition("_")
     with warnings.catch_warnings():
