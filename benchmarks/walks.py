@@ -4,8 +4,8 @@
     python benchmarks/walks.py --list     # with the modules in the order in which they are entered
 
 A module is entered when one of its functions is called; its import does not count. Functions that torch calls
-back while virtual memory is on (`_engine/virtual_memory`) stand for the GPU, and those that reach a private name
-of torch's (`_engine/torch_private`) for torch: neither is counted.
+back while virtual memory is on (`_engine/virtual_memory`) stand for the GPU, and those that reach a private
+name of torch's (`_engine/torch_private`) for torch: neither is counted.
 """
 
 from __future__ import annotations

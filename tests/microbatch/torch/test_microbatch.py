@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch_private import dynamo, forward_hooks
 
 import batchfit
 from batchfit import Microbatcher
@@ -28,7 +29,6 @@ from batchfit._engine.sizing.pure.sizes import MicrobatchEvent, balanced
 from batchfit._engine.torch_private.dynamo import compilations
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
-from torch_private import dynamo, forward_hooks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch_private import pack_padded_sequence
 
 import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
@@ -34,7 +35,6 @@ from batchfit._engine.trace.workload import glance, rules_for, trace_workload, u
 from batchfit._engine.workload.reachable import reach_of
 from batchfit.errors import UntraceableError
 from conftest import need
-from torch_private import pack_padded_sequence
 
 ROOT = Path(__file__).parents[3]
 DATA = json.loads(gzip.decompress((ROOT / "tests/data/h200_steps.json.gz").read_bytes()))["models"]

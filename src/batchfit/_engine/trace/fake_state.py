@@ -28,7 +28,7 @@ from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.torch_private.autograd import gradient_hooks
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
-from batchfit._engine.torch_private.optimizers import forget_steps_of, chooses_foreach
+from batchfit._engine.torch_private.optimizers import chooses_foreach, forget_steps_of
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.values import WHOLE
