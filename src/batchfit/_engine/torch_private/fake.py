@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from batchfit._engine.torch_private.lookup import lost_to_traces, needed, optional
 
@@ -60,7 +60,14 @@ def missing() -> tuple[str, ...]:
     """The names of what fake tensors have in the tested versions, and not in this one."""
     with FakeTensorMode():
         made: Any = torch.empty(1, device="cpu")
-    return tuple(f"{_MODULE}.FakeTensor.{name}" for name in _OF_TENSORS if not hasattr(made, name))
+    lost = [f"{_MODULE}.FakeTensor.{name}" for name in _OF_TENSORS if not hasattr(made, name)]
+    mark_parameter(made)
+    return (*lost, *(() if isinstance(made, nn.Parameter) else ("torch.nn.Parameter._is_param",)))
+
+
+def mark_parameter(fake: Any) -> None:
+    """From now on a fake tensor is a parameter to whoever asks."""
+    fake._is_param = True
 
 
 def keep_value(mode: FakeTensorMode, fake: Any, value: Tensor) -> None:

@@ -41,3 +41,12 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
     if call is None:
         raise lost("torch.nn.Module._call_impl")
     return call
+
+
+def scripted(module: Any) -> tuple[Any, list[str]]:
+    """What a scripted module is in C++, and the names of the attributes that it has there."""
+    inside = getattr(module, "_c", None)
+    if inside is None:
+        raise lost("torch.jit.ScriptModule._c")
+    kind = vars(module).get("_concrete_type")
+    return inside, list(kind.get_attributes()) if kind else []
