@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from cli_runner import runner
 
 import batchfit
 from batchfit._charts.text import as_text
@@ -35,7 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def show(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["schedule", "show", *arguments])
+    return runner().invoke(app, ["schedule", "show", *arguments])
 
 
 RUN = ("--samples", "50000", "--epochs", "100")

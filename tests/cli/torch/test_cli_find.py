@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from cli_runner import runner
+from typer.testing import Result
 
 import batchfit
 from batchfit._cli.commands.find import find_target, options_of
@@ -146,7 +147,7 @@ def run_here(*arguments: str) -> Result:
     """Without a process of its own: starting one takes seconds."""
     from batchfit._cli.app import app
 
-    return CliRunner().invoke(app, arguments)
+    return runner().invoke(app, arguments)
 
 
 QUICK = ("--budget", "8MiB", "--soak-steps", "3")
@@ -191,7 +192,7 @@ class TestFlags:
             return Code.FOUND
 
         monkeypatch.setattr(find, "find_target", catch)
-        ran = CliRunner().invoke(app, arguments)
+        ran = runner().invoke(app, arguments)
         assert ran.exit_code == 0, ran.output
         assert seen == [given]
 
@@ -209,7 +210,7 @@ class TestFlags:
 
         monkeypatch.setattr(find, "find_target", catch)
         for flags in ([], ["--store"], ["--no-store"]):
-            assert CliRunner().invoke(app, ["find", "train.py:make", *flags]).exit_code == 0
+            assert runner().invoke(app, ["find", "train.py:make", *flags]).exit_code == 0
         assert seen == [(True, False), (True, True), (False, False)]
 
     def test_a_key_without_a_store_is_refused(self) -> None:
@@ -348,7 +349,7 @@ class TestFindHere:
             f"error: a step of train.py:broken_step raised RuntimeError at train.py:{line} (in step)"
             in ran.stderr
         )
-        assert "RuntimeError: mat1 and mat2" in ran.stderr
+        assert re.search(r"RuntimeError: .*mat1 and mat2", ran.stderr)
         assert "batchfit: raised while trying batch size" in ran.stderr  # the note that the trial added
         assert "_find/find.py" not in ran.stderr
         assert ran.stdout == ""

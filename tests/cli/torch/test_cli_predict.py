@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from cli_runner import runner
+from typer.testing import Result
 
 import batchfit
 from batchfit._charts.text import as_text
@@ -121,7 +122,7 @@ def run_here(*arguments: str) -> Result:
     """Without a process of its own: starting one takes seconds."""
     from batchfit._cli.app import app
 
-    return CliRunner().invoke(app, arguments)
+    return runner().invoke(app, arguments)
 
 
 def predict_here(
@@ -197,7 +198,7 @@ class TestFlags:
             return Code.FOUND
 
         monkeypatch.setattr({"predict": predict, "explain": explain}[name], f"{name}_target", catch)
-        ran = CliRunner().invoke(app, arguments)
+        ran = runner().invoke(app, arguments)
         assert ran.exit_code == 0, ran.output
         assert seen == [
             "train.py:make",

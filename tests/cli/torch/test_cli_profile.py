@@ -84,7 +84,7 @@ def test_flags_are_the_keywords_of_the_function() -> None:
 
 
 def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
+    from cli_runner import runner
 
     from batchfit._cli.app import app
 
@@ -107,7 +107,7 @@ def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(monkeypatch: pyte
         return Code.FOUND
 
     monkeypatch.setattr(command, "profile_target", catch)
-    ran = CliRunner().invoke(app, arguments)
+    ran = runner().invoke(app, arguments)
     assert ran.exit_code == 0, ran.output
     assert seen == ["train.py:make", given, Delivery(as_json=True, output=Path("a.json"), plot=Path("a.png"))]
 

@@ -12,13 +12,19 @@ from typing import Any
 
 import child_targets
 import pytest
+import torch
 import torch.distributed as dist
 from launch import run_ranks
 
 import batchfit
+from batchfit._engine.torch_private import fsdp2
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
+)
+runs_fsdp2 = pytest.mark.skipif(
+    not (fsdp2.runs_on_cpu() and fsdp2.can_reset()),
+    reason=f"FSDP2 of torch {torch.__version__} cannot run on a CPU, or cannot be reset",
 )
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -51,7 +57,7 @@ def apart(rank: int, how: str, timeout_s: float | None) -> Any:
         ("oom", None),
         ("killed", None),
         pytest.param("hangs", 8.0, marks=pytest.mark.slow),
-        pytest.param("fsdp2", None, marks=pytest.mark.slow),
+        pytest.param("fsdp2", None, marks=[pytest.mark.slow, runs_fsdp2]),
     ],
 )
 @pytest.mark.slow
