@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from batchfit._engine.torch_private.lookup import lost, lost_to_traces, needed, optional, refusing
+from batchfit._engine.torch_private.lookup import attribute, lost, lost_to_traces, needed, optional, refusing
 
 try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -50,11 +49,12 @@ make_subclass: Callable[..., Any] = optional("torch.Tensor._make_subclass") or _
 
 # -- operations
 
-OpOverload: Any = type(torch.ops.aten.add.Tensor)
+_ADD = torch.ops.aten.add.Tensor
+OpOverload: Any = type(_ADD)
 # What an operation says of its arguments and results: by name, `op._schema`.
-schema_of: Callable[[Any], Any] = attrgetter("_schema")
+schema_of: Callable[[Any], Any] = attribute(_ADD, "_schema")
 # `kernel_of(op)(COMPOSITE, ...)` runs the operation by its kernel for that key.
-kernel_of: Callable[[Any], Callable[..., Any]] = attrgetter("_op_dk")
+kernel_of: Callable[[Any], Callable[..., Any]] = attribute(_ADD, "_op_dk")
 COMPOSITE: Any = optional("torch._C.DispatchKey.CompositeImplicitAutograd")
 _has_kernel: Callable[[str, str], bool] = needed("torch._C._dispatch_has_kernel_for_dispatch_key")
 _registrations: Callable[[str], list[str]] = needed(

@@ -62,7 +62,10 @@ def recompile_limit() -> int | None:
 # -- code of ours, of which it keeps its hands off
 
 _frames: Any = optional("torch._C._dynamo.eval_frame")
-SKIPS = hasattr(_frames, "set_code_exec_strategy") or hasattr(_frames, "skip_code")
+_has_strategies = all(
+    hasattr(_frames, name) for name in ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+)
+SKIPS = _has_strategies or hasattr(_frames, "skip_code")
 
 
 def skip(functions: Iterable[Any]) -> None:
@@ -71,7 +74,7 @@ def skip(functions: Iterable[Any]) -> None:
     Where it cannot be told (not `SKIPS`), a dispatch mode must let torch wrap it.
     """
     for code in filter(None, (getattr(function, "__code__", None) for function in functions)):
-        if hasattr(_frames, "set_code_exec_strategy"):
+        if _has_strategies:
             action = _frames._FrameAction.SKIP
             _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action, action))
         elif hasattr(_frames, "skip_code"):

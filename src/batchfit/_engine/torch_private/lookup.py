@@ -10,6 +10,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Never
 
 import torch
@@ -60,3 +61,11 @@ def needed(path: str, refusal: Callable[[str], BatchfitError] = lost) -> Any:
     """What torch has under a dotted path; else a function that raises `refusal`."""
     found = optional(path)
     return refusing(path, refusal) if found is None else found
+
+
+def attribute(sample: object, name: str, refusal: Callable[[str], BatchfitError] = lost) -> Any:
+    """A function that reads an attribute of objects such as `sample`; refuses where `sample` has none."""
+    if getattr(sample, name, None) is not None:
+        return attrgetter(name)
+    kind = sample if isinstance(sample, type) else type(sample)
+    return refusing(f"{kind.__module__}.{kind.__qualname__}.{name}", refusal)

@@ -5,21 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from batchfit._engine.torch_private.dispatch import unseen
-from batchfit._engine.torch_private.lookup import needed, optional, refusing
+from batchfit._engine.torch_private.lookup import attribute, needed, optional
 
 # Which storage it is: the same number for all that stand for one, and for no other that lives.
-storage_address: Callable[[Any], int] = (
-    attrgetter("_cdata")
-    if optional("torch.UntypedStorage._cdata") is not None
-    else refusing("torch.UntypedStorage._cdata")
-)
+storage_address: Callable[[Any], int] = attribute(torch.UntypedStorage, "_cdata")
 
 _of_address: Callable[[int], torch.UntypedStorage | None] = needed("torch.UntypedStorage._new_with_weak_ptr")
 _use_count: Callable[[Tensor], int] | None = optional("torch.Tensor._use_count")
