@@ -13,7 +13,7 @@ from torch import nn
 
 import batchfit
 from batchfit._engine.cuda_model import autocast_check, dispatch
-from batchfit._engine.torch_private import autograd, dynamo, fake, modules, storage
+from batchfit._engine.torch_private import autograd, dynamo, fake, lookup, modules, storage
 from batchfit._engine.torch_private import dispatch as dispatcher
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.workload import unseen
@@ -35,6 +35,7 @@ from batchfit.errors import BatchfitError, UntraceableError
         ("dispatch", "torch._C._get_dispatch_mode", lambda one: one.tracing()),
         ("dispatch", "torch._C._TorchDispatchModeKey", lambda one: one.tracing()),
         ("autograd", "torch._C._current_graph_task_id", lambda one: one.in_backward()),
+        ("storage", "torch.storage.UntypedStorage._cdata", lambda one: one.address_of(torch.ones(1))),
         ("storage", "torch.UntypedStorage._new_with_weak_ptr", lambda one: one._of_address(0)),
         ("foreach", "torch._foreach_add_", lambda one: one.add_([], [])),
         ("modules", "torch.nn.Module._call_impl", lambda one: one.call_of(nn.Linear(1, 1))),
@@ -122,6 +123,15 @@ def test_autocast_without_its_attributes_is_refused(monkeypatch: pytest.MonkeyPa
     del region.fast_dtype
     with pytest.raises(BatchfitError, match=r"has no torch\.autocast\.fast_dtype"):
         autocast.region_of(region)
+
+
+def test_an_operation_without_its_attributes_is_refused() -> None:
+    found = lookup.attribute(torch.ops.aten.add.Tensor, "_schemas")
+    with pytest.raises(BatchfitError, match=r"has no torch\._ops\.OpOverload\._schemas"):
+        found(torch.ops.aten.mul.Tensor)
+    assert (
+        lookup.attribute(torch.ops.aten.add.Tensor, "_schema")(torch.ops.aten.mul.Tensor).name == "aten::mul"
+    )
 
 
 # -- taken away: another answer
