@@ -109,7 +109,7 @@ class TestFaults:
                 "RuntimeError: CUDA error: an illegal memory access",
                 marks=pytest.mark.slow,
             ),
-            ("hang", "timeout", "was stopped after 4 s without an answer"),
+            ("hang", "timeout", "was stopped after 8 s without an answer"),
         ],
     )
     def test_the_search_goes_on(
@@ -117,7 +117,7 @@ class TestFaults:
     ) -> None:
         fault(name)
         # Long enough for a busy machine to load the target: that counts too.
-        fit = batchfit.find_batch_size(TARGET, timeout_s=4 if name == "hang" else 60, **QUICK)
+        fit = batchfit.find_batch_size(TARGET, timeout_s=8 if name == "hang" else 60, **QUICK)
         assert outcomes(fit) == [(8, outcome), (4, "fits")]
         assert fit.batch_size == 4
         assert words in fit.trials[0].message
