@@ -285,7 +285,7 @@ def inferring() -> Made:
 
     def loop(n: int) -> None:
         with torch.inference_mode():
-            for _ in range(30):  # labels would be bytes that the workload does not have
+            for _ in range(STEPS):  # labels would be bytes that the workload does not have
                 x = torch.randn(n, WIDTH)
                 out = model(x)
         assert len(out) == n
