@@ -130,7 +130,7 @@ def test_each_picture_shows_its_figures(
     assert plots.stale(tmp_path) == []
     drawn = {plot.subject: plot.file(tmp_path).read_text() for plot in plots.PLOTS}
     for subject, told in {
-        "search": ("Accelerate", "batchfit", "99.6"),
+        "search": ("Accelerate", "batchfit", "3.9"),
         "find": ("gpt2/24 GiB", "bisection", "33: 5.6 s, 2 OOMs", "31: 4.2 s<", "none: 1.0 s, 9 OOMs"),
         "prediction": ("calibrated", "within one sample"),
         "profile": ("vit, 24GiB", "gpt2, 24GiB", "advice"),

@@ -184,7 +184,7 @@ class TestNotConfirmed:
         assert second.trials[0].size == first.batch_size
         assert not second.trials[0].fits
         assert not second.from_store
-        assert 840 <= second.batch_size <= 857
+        assert 820 <= second.batch_size <= 857  # 96 % of it: after its one OOM a search keeps off 872
         assert second.trials[1].size >= 700  # the stored size was an estimate, and rarely far off
         assert len(second.trials) <= 6
         third = self.fake(store, lambda n: 100 * MIB + n * MIB * 21 // 20)
