@@ -137,7 +137,7 @@ def prediction_checks(found: Results, traces: Results) -> list[Check]:
             for key, truth in found["truth"].items()
             if found[mode].get(key, {}).get("default", 0) > truth.get("sustained", float("inf"))
         ]
-        said = f"runs out in {len(over)} of {len(errors)}" + (f" ({', '.join(over)})" if over else "")
+        said = f"out of memory in {len(over)} of {len(errors)}" + (f" ({', '.join(over)})" if over else "")
         checks.append(Check(f"no OOM as a cap, {name}", said, "none", not over))
     seconds = {key: one["seconds"] for key, one in traces.items() if key != "about"}
     if seconds:

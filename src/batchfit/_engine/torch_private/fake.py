@@ -73,7 +73,7 @@ def mark_parameter(fake: Any) -> None:
 def keep_value(mode: FakeTensorMode, fake: Any, value: Tensor) -> None:
     """Say that a fake tensor has this value, until something is written into it.
 
-    Where torch cannot be told to forget it then, the value stays unknown: who reads it is refused.
+    Where torch cannot be made to forget it then, the value stays unknown: who reads it is refused.
     """
     keep = getattr(getattr(mode, "fake_tensor_converter", None), "add_constant_storage_mapping", None)
     if keep is not None:
