@@ -31,6 +31,10 @@ SAME = hypothesis_settings(derandomize=True, deadline=None, suppress_health_chec
 hypothesis_settings.register_profile("same", SAME)
 hypothesis_settings.register_profile("quick", SAME, max_examples=10)
 
+# Tests start hundreds of processes of Python: each would compile all of our source again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A background job of a shell starts with Ctrl-C ignored, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
