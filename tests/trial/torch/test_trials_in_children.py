@@ -271,6 +271,7 @@ class TestOutput:
         assert printed[True] == f"{unended}\n{unended}{unended}\n"
         assert capfd.readouterr() == ("", "")
 
+    @pytest.mark.slow
     def test_without_a_listener_it_goes_where_ours_goes(
         self, fault: Callable[..., None], capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -354,7 +355,7 @@ workload = batchfit.Workload(step, state=[])
             ("step", False),
             ("workload", False),
             pytest.param("step", True, marks=pytest.mark.slow),
-            ("workload", True),
+            pytest.param("workload", True, marks=pytest.mark.slow),
         ],
     )
     def test_a_workload_and_a_step_are_targets(
@@ -468,7 +469,7 @@ class TestFactory:
 class TestAnswer:
     def test_it_is_that_of_a_search_in_this_process(self, diary: Path, living_bytes: int) -> None:
         seen: list[Trial] = []
-        settings: dict[str, Any] = {"budget": "8MiB", "soak_steps": 4}
+        settings: dict[str, Any] = {"budget": "8MiB", "soak_steps": 4, "strategy": "halve", "start": 16}
         apart = batchfit.find_batch_size(
             faulty_targets.make, isolate=True, on_trial=lambda trial, _: seen.append(trial), **settings
         )
@@ -658,8 +659,15 @@ class TestCommand:
         ("target", "changes", "words"),
         [
             ("mine.py:mak", {}, "there is no 'mak' in mine.py"),
-            ("mine.py:make", {}, "mine.py:make at mine.py:1 returned None"),
-            ("mine.py:make", {"device": "cuda:99"}, "device must be .* not 'cuda:99'"),
+            pytest.param(
+                "mine.py:make", {}, "mine.py:make at mine.py:1 returned None", marks=pytest.mark.slow
+            ),
+            pytest.param(
+                "mine.py:make",
+                {"device": "cuda:99"},
+                "device must be .* not 'cuda:99'",
+                marks=pytest.mark.slow,
+            ),
             ("mine.py:make", {"isolate": False, "timeout_s": 1.0}, "timeout_s must be None without isolate"),
             ("mine.py:make", {"resume": "no/search.json"}, "resume must be a file that can be written"),
             ("mine.py:make", {"resume": "mine.py"}, "mine.py cannot be resumed from: not JSON"),
