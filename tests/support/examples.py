@@ -10,10 +10,12 @@ from hypothesis import settings
 
 
 def examples(number: int, **more: Any) -> settings:
-    """Settings of a property test: `number` examples, or a tenth of them under the profile "quick"."""
-    if settings.get_current_profile_name() == "quick":
-        number = max(number // 10, 5)
-    return settings(max_examples=number, deadline=None, **more)
+    """Settings of a property test: `number` examples, drawn anew each time (`make test-all`).
+
+    `make test` draws the same half of them every time (profile "same"), `make test-find` a tenth ("quick").
+    """
+    part = {"same": 2, "quick": 10}.get(settings.get_current_profile_name(), 1)
+    return settings(max_examples=max(number // part, min(number, 5)), deadline=None, **more)
 
 
 def some_slow(rows: Iterable[Any], *, is_slow: Callable[[Any], bool]) -> list[Any]:

@@ -536,7 +536,7 @@ def test_what_was_alive_before_and_let_go_in_a_trial_is_collected() -> None:
 
     gc.disable()
     try:
-        fit = find(step, budget="6MiB", tolerance=0, soak_steps=0)
+        fit = find(step, budget="6MiB", tolerance=0.2, soak_steps=0)
     finally:
         gc.enable()
     assert fit.batch_size > 70
