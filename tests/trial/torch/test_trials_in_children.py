@@ -114,7 +114,7 @@ class TestFaults:
         [
             pytest.param(
                 "SIGKILL", "killed", "was killed (SIGKILL", marks=pytest.mark.slow
-            ),  # as in TestOutput
+            ),  # TestOutput too
             pytest.param("SIGILL", "killed", "was ended by SIGILL", marks=pytest.mark.slow),
             pytest.param("exit", "killed", "exited by itself with code 3", marks=pytest.mark.slow),
             pytest.param(
@@ -289,6 +289,8 @@ class TestOutput:
         factory = Factory(parse_target(f"{faulty_targets.FILE}:talks"), on_output=listen)
         fit = batchfit.find_batch_size(cast(Any, factory), **QUICK)
         assert outcomes(fit) == [(8, "killed"), (4, "fits")]
+        assert "was killed (SIGKILL" in fit.trials[0].message
+        assert not fit.trials[0].ambiguous
         line = "x" * 2**17 + "\n"
         assert printed[False] == f"{line}out 8\n{line}out 4\nout 4\ngoodbye\n"
         unended = "no end of a line: é"
@@ -585,9 +587,7 @@ class TestParent:
             assert not is_gone(program)
             process.kill()
             process.communicate(timeout=60)
-        wait_until(
-            lambda: is_gone(program), within_s=60, what="a program outlives the search that started it"
-        )
+        wait_until(lambda: is_gone(program), within_s=60, what="a program outlives its search")
 
     @pytest.mark.slow
     def test_a_script_that_calls_itself_is_told(self, tmp_path: Path) -> None:
