@@ -39,7 +39,8 @@ _WIDE_RATIO = 2.0
 # The readings show a line if they grow by at least so many times what they may be off it. Where any growth
 # will do, lines of 80 % fixed take 8 sizes.
 _GROWTH_PER_ERROR = 4.0
-# Evidence for these: benchmarks/search_ablation.py; "lines" and "knees" are those of benchmarks/search_crowded.py.
+# Evidence for what follows: benchmarks/search_ablation.py; "lines" and "knees" are those of
+# benchmarks/search_crowded.py.
 # A line may turn up beyond what was read: no further than so many times the largest size that ran. Without it
 # a knee costs 0.17 OOMs more; at 4 a line takes up to 8 sizes.
 _LARGEST_LEAP_RATIO = 10.0
