@@ -23,8 +23,7 @@ import torch
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.structure import mapped
-from batchfit._engine.device.oom import run_guarded
-from batchfit._engine.device.readings import recover
+from batchfit._engine.device.oom import recover, run_guarded
 from batchfit._engine.sizing.interface import NO_WATCH
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_outputs, without_graph

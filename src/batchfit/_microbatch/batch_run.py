@@ -23,10 +23,9 @@ from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.data_parallel.interface import DataParallel, Outcome, PlannedPass, RankBatch
-from batchfit._engine.device.oom import Failure
-from batchfit._engine.device.readings import read, recover
+from batchfit._engine.device.oom import Failure, recover
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
-from batchfit._engine.sizing.memory_budget import whole_sentences
+from batchfit._engine.sizing.memory_budget import DeviceReading, whole_sentences
 from batchfit._engine.snapshot.batch_undo import BatchUndo
 from batchfit._engine.snapshot.coverage import GraphCheck, function_key, modules_held
 from batchfit._engine.torch_private.modules import BatchNorm
@@ -364,7 +363,7 @@ class BatchRun:
         return nullcontext() if self.sized is None else self.context.limits(self.sized)
 
     def shortage(self, what: str, message: str) -> NothingFitsError:
-        return self.context.memory.shortage(what, read(self.context.device).held_bytes, message)
+        return self.context.memory.shortage(what, DeviceReading.of(self.context.device).held_bytes, message)
 
     # --- passes of ranks that run the same number of microbatches (FSDP2)
 
