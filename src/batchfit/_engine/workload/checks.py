@@ -113,37 +113,6 @@ def check_loss_fn(loss_fn: Any) -> None:
         raise TypeError(f"loss_fn must be a callable loss_fn(model, batch), not {loss_fn!r}")
 
 
-def check_loss(loss: Any, name: str) -> None:
-    """Refuse what the user's function `name` returned where it is no scalar tensor that requires grad."""
-    check_scalar(loss, name)
-    if not loss.requires_grad:
-        raise without_graph(name)
-
-
-def check_scalar(loss: Any, name: str) -> None:
-    """Refuse a loss that is no scalar tensor; one without a graph may be that of masked samples only."""
-    if not isinstance(loss, torch.Tensor):
-        hint = " (return its .loss)" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
-        raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}{hint}")
-    if loss.numel() != 1:
-        raise ValueError(f"{name} must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
-
-
-def without_graph(name: str) -> ValueError:
-    """The error where nothing that the user's function `name` returned has a graph."""
-    return ValueError(
-        f"{name} must return a loss that requires grad, not one without: is the model frozen, or the "
-        "loss detached or made under torch.no_grad?"
-    )
-
-
-def loss_and_outputs(found: Any) -> tuple[Any, Any]:
-    """What the user's function returned: its loss, and the outputs beside it (None: it returned no pair)."""
-    if type(found) is tuple and len(found) == 2:
-        return found
-    return found, None
-
-
 def is_positive_number(value: object) -> bool:
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value) and value > 0
