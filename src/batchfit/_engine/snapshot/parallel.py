@@ -40,11 +40,6 @@ def settle(module: nn.Module) -> None:
         _settle_sharded(module)
 
 
-def arranges(module: nn.Module) -> bool:
-    """Whether the module, once reset, sends something more in its second step than in the others."""
-    return isinstance(module, DistributedDataParallel)
-
-
 def _lost_buckets(module: Any) -> bool:
     """Whether DDP was stopped while it laid out its buckets: then it has fewer than its parameters need.
 
