@@ -33,8 +33,8 @@ from batchfit._engine.data_parallel.interface import BatchWork, Collectives, Out
 from batchfit._engine.data_parallel.pure.protocol import InStep, Offer, PassVote, settle_offers, settle_pass
 from batchfit._engine.data_parallel.rank_errors import give_up, in_collectives
 from batchfit._engine.data_parallel.step_vote import RankStep
+from batchfit._engine.device.device import Device
 from batchfit._engine.device.oom import Failure, recover, run_guarded, run_twice
-from batchfit._engine.device.resolve import Device
 from batchfit._engine.distributed.collectives import CollectiveCall as Sent
 from batchfit._engine.distributed.collectives import (
     StepSends,

@@ -25,8 +25,8 @@ from batchfit._engine.batch.padding import Layout, Lengths, Side
 from batchfit._engine.batch.pure.pieces import PaddedShape, Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import Trimmer
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.oom import Failure, run_guarded, run_twice
-from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.sizing.interface import Pass, PassWatch
 from batchfit._engine.sizing.memory_budget import DeviceReading, MemoryBudget, begin_peak, peak_since_begun
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel

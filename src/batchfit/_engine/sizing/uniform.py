@@ -18,8 +18,8 @@ import torch
 
 from batchfit._engine.batch.pure.pieces import Piece, Shape
 from batchfit._engine.batch.split import Batch, pieces
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.oom import Failure, run_guarded
-from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.sizing.interface import Pass
 from batchfit._engine.sizing.memory_budget import DeviceReading, MemoryBudget, begin_peak, peak_since_begun
 from batchfit._engine.sizing.pure.sizes import Bounds, EventKind, EventLog, Learned, balanced, equal

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.resolve import CudaDevice, Device
+from batchfit._engine.device.device import Device
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.tensors import count_elements, own_bytes, trained_in
 from batchfit._engine.distributed.collectives import CountedStep, ExpectedCollectives, is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks
