@@ -25,11 +25,15 @@ BLOCKED = os.environ.get("BATCHFIT_BLOCK_TORCH") == "1"
 REQUIRED = {name for name in os.environ.get("BATCHFIT_REQUIRE", "").split(",") if name}
 
 
-# `make test` draws the same examples every time, on machines of any speed; `make test-all` draws new ones.
-# `make test-<capability>` draws a tenth of them ("quick"; support/examples.py).
+# `make test` draws the same half of the examples every time, on machines of any speed; `make test-all` draws
+# new ones, `make test-<capability>` a tenth of them ("quick"; support/examples.py).
 SAME = hypothesis_settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis_settings.register_profile("same", SAME)
 hypothesis_settings.register_profile("quick", SAME, max_examples=10)
+
+# Tests start hundreds of processes of Python: each would compile all of our source again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A background job of a shell starts with Ctrl-C ignored, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -172,22 +176,33 @@ def pytest_collection() -> Generator[None, Any, Any]:
 # The files that take longest, in this order: they run first, so that no worker is left with one at the end.
 LONGEST = (
     "test_trials_in_children.py",
-    "test_cli_find.py",
     "test_microbatch_ddp.py",
-    "test_predict.py",
-    "test_optimizer_step.py",
+    "test_cli_find.py",
     "test_lightning.py",
+    "test_predict.py",
     "test_docs.py",
-    "test_found_size_in_loops.py",
-    "test_sweep.py",
-    "test_interrupts.py",
-    "test_microbatch_fsdp.py",
-    "test_gallery.py",
+    "test_transformers.py",
     "test_explain.py",
+    "test_sweep.py",
+    "test_sweep_devices.py",
+    "test_microbatch_fsdp.py",
+    "test_optimizer_step.py",
+    "test_ranks.py",
+    "test_golden.py",
+    "test_gallery.py",
+    "test_find.py",
+    "test_resizable_loader.py",
+    "test_sweep_ranks.py",
+    "test_torchtune.py",
+    "test_lightning_swapped.py",
+    "test_lightning_ranks.py",
     "test_find_children.py",
     "test_find_collectives.py",
+    "test_interrupts.py",
+    "test_knee.py",
+    "test_cli_without_torch.py",
+    "test_benchmark_guard.py",
     "test_search.py",
-    "test_caching_allocator.py",
 )
 
 

@@ -7,6 +7,8 @@ import importlib
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -97,9 +99,15 @@ def is_pure(module: str) -> bool:
     return "pure" in module.split(".") or package_of(module) in PURE
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path) -> list[tuple[str, str]]:
     """(module, when) of every import statement in a file; `when` is "now", "late" or "typing"."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     when: dict[ast.AST, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -125,7 +133,20 @@ def ours(name: str) -> str | None:
     return name.removeprefix("batchfit.") if name.startswith("batchfit.") else None
 
 
-every_module = pytest.mark.parametrize("module", [name for name in MODULES if name])
+def every_module(rule: Callable[[str], None]) -> Callable[[], None]:
+    """A test of all modules that names every one which breaks the rule."""
+
+    def test() -> None:
+        broken = []
+        for module in filter(None, MODULES):
+            try:
+                rule(module)
+            except AssertionError as error:
+                broken.append(str(error))
+        assert not broken, "\n".join(broken)
+
+    test.__doc__ = rule.__doc__
+    return test
 
 
 @every_module
@@ -226,14 +247,14 @@ def test_no_module_has_over_450_lines_and_no_function_over_80() -> None:
     functions = {
         f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
         for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert not {name: lines for name, lines in functions.items() if lines > 80}
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [name for name, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [name for name, path in MODULES.items() if not ast.get_docstring(tree_of(path))]
     assert not silent
 
 
@@ -257,7 +278,7 @@ def test_the_check_sees_a_wrong_import(tmp_path: Path) -> None:
 def test_one_class_name_means_one_thing() -> None:
     homes = defaultdict(list)
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(module)
     assert not {name: where for name, where in homes.items() if len(where) > 1}
@@ -332,7 +353,7 @@ def _is_private(full: str) -> bool:
 
 def private_in_torch(path: Path) -> list[str]:
     """Every use of a private name of torch in a file: by import, by dotted name, by attribute, as text."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     known: dict[str, str] = {}
     found: list[str] = []
 
@@ -450,6 +471,6 @@ def test_no_forbidden_words_in_names() -> None:
     for module, path in MODULES.items():
         stem = module.rsplit(".", 1)[-1]
         assert not any(word in stem for word in ("utils", "helper", "manager", "handler")), module
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "name", None)
             assert name not in {"bs", "mbs", "bsz"}, f"{module}: {name}"

@@ -32,7 +32,7 @@ GUIDES = (
 SLOW = (
     *("accelerate.md", "lightning.md", "recipes.md", "torchtune.md", "transformers.md"),
     *("coming-from.md", "explain.md", "loader.md", "noise.md", "plain.md", "predict.md", "report.md"),
-    *("find.md", "microbatch.md", "profile.md", "schedules.md", "sweep.md", "testing.md"),
+    *("find.md", "microbatch.md", "profile.md", "schedules.md", "sweep.md", "testing.md", "tutorial.md"),
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")

@@ -58,7 +58,7 @@ def _find(work: batchfit.Workload) -> object:
 
 
 VERBS: dict[str, Callable[[batchfit.Workload], object]] = {
-    "predict": lambda work: batchfit.predict_batch_size(work, budget="1GiB"),
+    "predict": lambda work: batchfit.predict_batch_size(work, budget="96MiB"),
     "explain": lambda work: batchfit.explain_memory(work, batch_size=4),
     "find": _find,
     # Without a time limit: on a loaded machine it would end a profile before its first size was timed.

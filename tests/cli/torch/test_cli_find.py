@@ -132,8 +132,12 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(project: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return start(project, *command(*arguments), **variables)
+
+
+def start(project: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments),
+        words,
         cwd=project,
         env=environment(**variables),
         capture_output=True,
@@ -242,14 +246,6 @@ class TestFlags:
 
 
 class TestFind:
-    @pytest.mark.parametrize("name", ["find", "profile"])
-    def test_a_model_without_memory_cannot_be_run(self, project: Path, name: str) -> None:
-        (project / "meta.py").write_text(META)
-        ran = run(project, name, "meta.py:make", "--budget", "8MiB")
-        assert ran.returncode == Code.USAGE
-        assert "not on the meta device: predict and explain answer" in ran.stderr
-        assert "Traceback" not in ran.stderr
-
     def test_a_search_that_cannot_be_kept_is_not_begun(
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -302,14 +298,6 @@ class TestFind:
         ):
             assert words in ran.stderr
 
-    def test_nothing_fits(self, project: Path) -> None:
-        ran = run(project, "find", "train.py:greedy", *QUICK, "--json", "--output", "fit.json")
-        assert ran.returncode == Code.NOTHING_FITS
-        assert ran.stdout == ""
-        assert "error: a batch of 1 does not fit on cpu" in ran.stderr
-        assert "Traceback" not in ran.stderr
-        assert not (project / "fit.json").exists()
-
 
 class TestFindHere:
     """The same without a process of its own, where the exit code is a value."""
@@ -325,6 +313,22 @@ class TestFindHere:
     def find(self, target: str, *, full_traceback: bool = False, **changes: object) -> Code:
         quick = {"budget": "8MiB", "soak_steps": 3, "device": "cpu"}
         return find_target(TargetCall(target, {**quick, **changes}, full_traceback=full_traceback))
+
+    @pytest.mark.parametrize("name", ["find", "profile"])
+    def test_a_model_without_memory_cannot_be_run(self, project: Path, name: str) -> None:
+        (project / "train.py").write_text(META)
+        ran = run_here(name, "train.py:make", "--budget", "8MiB")
+        assert ran.exit_code == Code.USAGE
+        assert "not on the meta device: predict and explain answer" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+    def test_nothing_fits(self, project: Path) -> None:
+        ran = run_here("find", "train.py:greedy", *QUICK, "--json", "--output", "fit.json")
+        assert ran.exit_code == Code.NOTHING_FITS
+        assert ran.stdout == ""
+        assert "error: a batch of 1 does not fit on cpu" in ran.stderr
+        assert "Traceback" not in ran.stderr
+        assert not (project / "fit.json").exists()
 
     def test_stopped_before_any_size_ran(self, project: Path) -> None:
         flags = ("--strategy", "halve", "--start", "4096", "--max-trials", "1")
@@ -486,7 +490,11 @@ class TestInterrupt:
         return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
     @pytest.mark.parametrize(
-        ("number", "code"), [(signal.SIGINT, Code.INTERRUPTED), (signal.SIGTERM, Code.TERMINATED)]
+        ("number", "code"),
+        [
+            (signal.SIGINT, Code.INTERRUPTED),
+            pytest.param(signal.SIGTERM, Code.TERMINATED, marks=pytest.mark.slow),
+        ],
     )
     def test_what_was_found_is_kept(self, number: signal.Signals, code: Code, project: Path) -> None:
         ran = self.interrupted(project, "train.py:slow", number)
@@ -542,6 +550,7 @@ class TestInterrupt:
             find_target(TargetCall("stops.py:make", settings))
         sys.modules.pop("stops")
 
+    @pytest.mark.slow
     def test_nothing_had_run(self, project: Path) -> None:
         ran = self.interrupted(project, "train.py:stuck", signal.SIGINT)
         assert ran.returncode == Code.INTERRUPTED
@@ -574,7 +583,7 @@ class TestTerminal:
             os.close(parent)
         return process.wait(timeout=60), b"".join(parts).decode()
 
-    @pytest.mark.parametrize("no_colour", [False, True])
+    @pytest.mark.parametrize("no_colour", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_rows_are_live_and_colour_is_optional(self, no_colour: bool, project: Path) -> None:
         variables = {"NO_COLOR": "1"} if no_colour else {}
         code, text = self.shown(project, "find", "train.py:make", *QUICK, **variables)
@@ -903,12 +912,25 @@ class TestDoctor:
         assert _driver_version("") == "unknown"
 
 
-def test_demo_ends_with_size_table_and_file(project: Path) -> None:
-    ran = run(project, "demo")
+# As `batchfit demo`, in a quarter of its memory and of its time.
+SMALL_DEMO = """
+import sys
+from batchfit._cli import main
+from batchfit._cli.commands import demo
+
+demo.CPU_BUDGET, demo.PROFILE_S = "32MiB", 2
+sys.argv = ["batchfit", "demo"]
+main()
+"""
+
+
+@pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_demo_ends_with_size_table_and_file(is_small: bool, project: Path) -> None:
+    ran = run(project, "demo") if not is_small else start(project, sys.executable, "-c", SMALL_DEMO)
     assert ran.returncode == Code.FOUND, ran.stderr
     fit = FitResult.from_json((project / "out" / "demo.json").read_text())
     assert fit.sustained
-    assert 10 <= fit.batch_size <= 999
+    assert (2 if is_small else 10) <= fit.batch_size <= 999
     assert "small GPT" in ran.stderr.splitlines()[0]
     assert str(fit).rpartition("\n")[0] in ran.stdout
     assert f"batch size {fit.batch_size} survived 25 steps" in ran.stdout

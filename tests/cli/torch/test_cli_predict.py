@@ -410,6 +410,7 @@ class TestPredict:
         assert capsys.readouterr() == ("", "")
         assert not Path("p.json").exists()
 
+    @pytest.mark.slow
     def test_a_terminal_has_colours_and_its_own_width(self, project: Path) -> None:
         parent, child = pty.openpty()
         process = subprocess.Popen(

@@ -507,6 +507,7 @@ def test_json_is_alone_on_stdout(project: Path) -> None:
     assert "the factory prints" in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_end_the_sweep(project: Path) -> None:
     """`batchfit sweep sweep.yaml 2>&1 | head -1`, with a factory that writes to stderr too."""
     text = MODEL.replace('print("the factory prints")', 'import os; os.write(2, b"the factory writes")')

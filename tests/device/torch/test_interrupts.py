@@ -16,7 +16,7 @@ from batchfit._engine.device.interrupts import Interrupts
 
 PROGRAM = Path(__file__).parents[2] / "support" / "interrupted.py"
 # Verb, times, signals each time.
-QUICK = ("predict:3:2", "explain:3:1", "find:6:2")
+QUICK = ("predict:2:2", "explain:2:1", "find:4:2")
 LONG = ("predict:150:1", "explain:150:1", "find:100:2", "profile:60:2", "predict:60:2")
 
 

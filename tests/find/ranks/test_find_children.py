@@ -110,6 +110,7 @@ def test_the_command_under_torchrun_says_everything_once(more: tuple[str, ...], 
 
 
 @gloo
+@pytest.mark.slow
 def test_the_command_under_torchrun_fails_alike_on_all_ranks() -> None:
     done = torchrun(*FIND, "--soak-steps=0", "--budget=1GiB", "--no-store", how="raises")
     assert done.returncode != 0

@@ -177,8 +177,18 @@ def is_interrupted_in_the_optimizer(run: Run) -> None:
     stopped_by(run, KeyboardInterrupt(), operation=seen.operations - 20)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("before", [0, 1, 4], ids=lambda n: f"after{n}steps")
+@pytest.mark.parametrize(
+    ("before", "dtype"),
+    [
+        (0, torch.float32),
+        (4, torch.bfloat16),
+        pytest.param(0, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(4, torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "outcome",
     [fits, runs_out, raises, raises_in_backward, is_interrupted, is_interrupted_in_the_optimizer],
@@ -526,7 +536,7 @@ def test_what_was_alive_before_and_let_go_in_a_trial_is_collected() -> None:
 
     gc.disable()
     try:
-        fit = find(step, budget="6MiB", tolerance=0, soak_steps=0)
+        fit = find(step, budget="6MiB", tolerance=0.2, soak_steps=0)
     finally:
         gc.enable()
     assert fit.batch_size > 70
@@ -577,7 +587,11 @@ def test_a_step_that_runs_nothing_is_an_error() -> None:
 
 
 @pytest.mark.usefixtures("thawed")
-@pytest.mark.parametrize("cycle", [False, True], ids=["plain frame", "frame-exception cycle"])
+@pytest.mark.parametrize(
+    "cycle",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["plain frame", "frame-exception cycle"],
+)
 def test_a_failed_attempts_tensors_are_gone_before_the_next(cycle: bool) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     at_start: list[int] = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import some_slow
 from torch import nn
 
 import batchfit
@@ -355,7 +356,11 @@ def survives(make: Callable[[], Made], size: int, *, budget: str = BUDGET) -> bo
     return False
 
 
-@pytest.mark.parametrize("name", LOOPS)
+# Like others, but for where the gradients go; what is left has each kind of loop once.
+SLOW = ("zero_grad before the forward pass", "zero_grad(set_to_none=False)", "accumulation of 8")
+
+
+@pytest.mark.parametrize("name", some_slow(LOOPS, is_slow=lambda name: name in SLOW))
 def test_a_loop_runs_at_the_size_that_was_found(name: str) -> None:
     # All of the first program is gone when the second begins: what is alive counts.
     fit = batchfit.find_batch_size(LOOPS[name]()[0], budget=BUDGET)

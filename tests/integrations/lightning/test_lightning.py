@@ -714,7 +714,7 @@ class Wide(pl.LightningModule):
         return DataLoader(dataset, batch_size=self.batch_size)
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_size_found_lasts_where_gradients_are_accumulated(accumulate: int) -> None:
     options = {"max_epochs": 2, "limit_train_batches": 4, "accumulate_grad_batches": accumulate}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -331,10 +332,18 @@ class Drawing(Own):
         self.own = None if self.generator is None else self.generator.get_state()
 
 
-@pytest.mark.parametrize("follows", [True, False], ids=["attribute", "loader"])
-@pytest.mark.parametrize("asks", [False, True], ids=["", "stepping_batches"])
-@pytest.mark.parametrize("draws", [False, True], ids=["", "drawing"])
-@pytest.mark.parametrize("owned", [False, True], ids=["", "generator"])
+# Every pair of these; `make test-all` has all sixteen.
+PAIRS = {(True, True, True, True), (True, False, False, False), (False, True, False, False)}
+PAIRS |= {(False, False, True, False), (False, False, False, True)}
+
+
+@pytest.mark.parametrize(
+    ("follows", "asks", "draws", "owned"),
+    [
+        pytest.param(*row, marks=() if row in PAIRS else pytest.mark.slow)
+        for row in itertools.product((True, False), repeat=4)
+    ],
+)
 def test_no_generator_moves_for_a_search(follows: bool, asks: bool, draws: bool, owned: bool) -> None:
     def run(*callbacks: Any, size: int) -> Drawing:
         module = seeded(lambda: Drawing(batch_size=size, limit=50))
@@ -385,8 +394,20 @@ class Normed(Own):
         self.net = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
 
 
-@pytest.mark.parametrize("mode", ["guided", "power", "binsearch", "powers", "bisect"])
-@pytest.mark.parametrize("limit", [50, 2])
+@pytest.mark.parametrize(
+    ("mode", "limit"),
+    [
+        *(("guided", 50), ("power", 50), ("binsearch", 2)),
+        *(
+            pytest.param(mode, limit, marks=pytest.mark.slow)
+            for mode, limit in (("guided", 2), ("power", 2), ("binsearch", 50))
+        ),
+        *(
+            pytest.param(mode, limit, marks=pytest.mark.slow)
+            for mode, limit in itertools.product(("powers", "bisect"), (50, 2))
+        ),
+    ],
+)
 def test_batch_norm_does_not_end_a_search(mode: str, limit: int) -> None:
     module, ours = Normed(batch_size=2, limit=limit), BatchSizeFinder(mode, tolerance=0.0, margin=0.0)
     before = {name: value.clone() for name, value in module.state_dict().items()}

@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs transformers")
 
+from examples import some_slow  # noqa: E402
 from hf_models import (  # noqa: E402
     DIVIDES_TWICE,
     VERSION,
@@ -852,7 +853,7 @@ def test_the_learning_rate_follows_and_is_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", [None, "0:8 3:16 step", "0:16 1:8"])
-@pytest.mark.parametrize("stop", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("stop", some_slow([2, 3, 4, 5, 6, 8], is_slow=lambda stop: stop in (2, 5, 6)))
 def test_a_run_that_goes_on_from_a_checkpoint_is_one_that_was_never_stopped(
     schedule: str | None, stop: int, tmp_path: Path
 ) -> None:

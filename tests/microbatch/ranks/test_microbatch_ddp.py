@@ -281,6 +281,7 @@ def test_short_soak_is_the_run_without_faults() -> None:
         assert found["same"]
 
 
+@pytest.mark.slow
 def test_the_example_runs_under_torchrun() -> None:
     path = ROOT / "examples" / "ddp.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 150

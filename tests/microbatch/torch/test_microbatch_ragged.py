@@ -226,7 +226,7 @@ class World:
         ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "old", "cached,old"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("old", marks=pytest.mark.slow), "cached,old"])
 def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends bit for bit as a call that began with the final plan."""
     used: list[Any] = []

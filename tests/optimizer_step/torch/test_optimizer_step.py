@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import some_slow
 from state_judge import fingerprint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_private import dispatch_mode, foreach_sqrt
@@ -259,8 +260,13 @@ def outcome(made: World, rollback: bool, expected: object) -> str:
     return "unchanged"
 
 
+# The others are parts of these ("gan" is foreach, with momentum, a scaler and clipping).
+COVERING = ("foreach", "single", "fused", "homemade", "gan")
+faulted = pytest.mark.parametrize("name", some_slow(FAULTED, is_slow=lambda name: name not in COVERING))
+
+
 @pytest.mark.parametrize("steps", [0, 1], ids=["first", "warm"])
-@pytest.mark.parametrize("name", FAULTED)
+@faulted
 @pytest.mark.usefixtures("recorded_once")
 def test_a_fault_at_every_operation(name: str, steps: int) -> None:
     judged = trained(FAULTED[name], steps)
@@ -302,7 +308,7 @@ class Full(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", FAULTED)
+@faulted
 def test_memory_that_stays_full(name: str) -> None:
     for steps in (0, 1):
         judged = trained(FAULTED[name], steps)
@@ -321,7 +327,7 @@ def test_memory_that_stays_full(name: str) -> None:
             assert seen["unchanged"] or steps or name == "fused"
 
 
-@pytest.mark.parametrize("name", FAULTED)
+@faulted
 def test_caps(name: str, living_bytes: int) -> None:
     """Real pressure: no cap leaves a half step, since memory is reserved or the step is protected."""
     for steps in (0, 1):

@@ -36,7 +36,7 @@ def wide(width: int = 4096, optimizer: Any = torch.optim.AdamW) -> batchfit.Work
     """A layer in the middle that is all that grows with the batch."""
     model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4))
     return batchfit.training(
-        model, optimizer(model.parameters()), lambda m, b: m(b).sum(), lambda n: torch.randn(n, 16)
+        model, optimizer(model.parameters()), lambda m, b: m(b).sum(), lambda n: torch.zeros(n, 16)
     )
 
 
@@ -90,13 +90,13 @@ def reducing() -> batchfit.Workload:
         model,
         torch.optim.AdamW(model.parameters()),
         lambda m, b: m(b).sum(),
-        lambda n: torch.randn(n, 256),
+        lambda n: torch.zeros(n, 256),
         keep_outputs=False,
     )
 
 
 def test_a_budget_among_larger_ones_is_answered_as_if_it_were_alone() -> None:
-    budgets = ["80GiB", "1GiB", "200MiB"]
+    budgets = ["80GiB", "200MiB"]
     together = predict(reducing(), budget=budgets)
     alone = [predict(reducing(), budget=one) for one in budgets]
     assert [one.batch_size for one in together.answers] == [one.batch_size for one in alone]
@@ -251,7 +251,7 @@ def test_what_cannot_be_traced_says_why() -> None:
         return out[out > 0].sum()
 
     with pytest.raises(UntraceableError, match=r"aten\.nonzero\.default at test_predict\.py:\d+"):
-        predict(batchfit.training(model, None, loss, lambda n: torch.randn(n, 4)), budget="1GiB")
+        predict(batchfit.training(model, None, loss, lambda n: torch.zeros(n, 4)), budget="1GiB")
 
 
 def test_a_loop_over_samples_is_traced_size_by_size() -> None:
@@ -294,7 +294,7 @@ def test_a_step_that_grows_as_a_square_is_traced_size_by_size() -> None:
         out = model(batch)
         return torch.exp(out @ out.T).sum()
 
-    work = batchfit.training(model, None, loss, lambda n: torch.randn(n, 8))
+    work = batchfit.training(model, None, loss, lambda n: torch.zeros(n, 8))
     found = predict(work, budget="512MiB", margin=0.0)
     # The scores, their exponentials, and one gradient of that size: 12 bytes for each pair.
     assert found.batch_size == pytest.approx(((512 - 66) * MIB / 12) ** 0.5, rel=0.15)
@@ -482,7 +482,7 @@ def test_a_square_is_seen_when_a_real_run_is_compared() -> None:
         out = model(batch)
         return (out @ out.T).square().mean()
 
-    work = batchfit.training(model, None, scores, lambda n: torch.randn(n, 16))
+    work = batchfit.training(model, None, scores, lambda n: torch.zeros(n, 16))
     sight = Foresight.of(work, budget_bytes=GIB)
     assert sight is not None
     look = sight.size_to_confirm()
@@ -499,7 +499,7 @@ def test_a_search_measures_only_where_nothing_can_be_traced() -> None:
         out: torch.Tensor = model(batch)
         return out[out > 0].sum()
 
-    work = batchfit.training(model, None, reads, lambda n: torch.randn(n, 16))
+    work = batchfit.training(model, None, reads, lambda n: torch.zeros(n, 16))
     assert Foresight.of(work, budget_bytes=GIB) is None
 
 
@@ -539,10 +539,10 @@ def lines_of(work: batchfit.Workload) -> Footprint:
     ("make", "prompt", "new", "options"),
     [
         (generating_gpt2, 32, 40, {}),
-        (generating_gpt2, 5, 30, {"do_sample": True, "top_k": 20}),
         (generating_llama, 7, 30, {}),
-        (generating_llama, 16, 24, {"num_beams": 2}),
-        (generating_t5, 16, 30, {}),
+        pytest.param(generating_gpt2, 5, 30, {"do_sample": True, "top_k": 20}, marks=pytest.mark.slow),
+        pytest.param(generating_llama, 16, 24, {"num_beams": 2}, marks=pytest.mark.slow),
+        pytest.param(generating_t5, 16, 30, {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_passes_that_are_not_traced_are_those_of_every_token(
@@ -562,17 +562,21 @@ def test_the_passes_that_are_not_traced_are_those_of_every_token(
 
 
 def test_what_is_predicted_for_generation_has_room_for_every_token() -> None:
-    work = generates(generating_llama(), 8, 40)
+    work = generates(generating_llama(), 8, 20)
     answer = predict(work, budget="1GiB")
     predicted = answer.batch_size
     assert answer.margin == 0.02
-    no_lines = replace(trace_workload(work, rules=rules_for(work), budget_bytes=GIB), footprint=None)
-    assert _oracle.margin_of(no_lines, "no GPU") == 0.08
     lines = lines_of(work)
     assert simulate(lines, predicted, capacity_bytes=GIB, may_retry=True).fits
     assert not simulate(lines, round(predicted * 1.15), capacity_bytes=GIB, may_retry=True).fits
     # Where the two highest moments were all that counts, far more would.
     assert lines.upper_bound(GIB) > 1.1 * predicted
+
+
+def test_generation_without_lines_has_a_larger_margin() -> None:
+    work = generates(generating_gpt2(layers=1), 4, 2)
+    no_lines = replace(trace_workload(work, rules=rules_for(work), budget_bytes=GIB), footprint=None)
+    assert _oracle.margin_of(no_lines, "no GPU") == 0.08
 
 
 def test_a_cache_that_is_not_known_is_refused_whatever_the_length() -> None:
@@ -645,7 +649,7 @@ def test_no_size_is_answered_that_would_not_last_in_all_of_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With more room memory falls into other pieces."""
-    work = batchfit.training(nn.Linear(8, 8), None, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 8))
+    work = batchfit.training(nn.Linear(8, 8), None, lambda m, b: m(b).sum(), lambda n: torch.zeros(n, 8))
     rules = rules_for(work, GPUS["h200"])
     traced = trace_workload(work, rules=rules, budget_bytes=2**27)
     oracle = Oracle(traced, allocator_rules(), (0.0, 0.0))

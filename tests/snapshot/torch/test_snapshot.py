@@ -247,7 +247,7 @@ def test_everything_is_restored_any_number_of_times(name: str, warm: int) -> Non
         assert world.fingerprint() == before
 
 
-@pytest.mark.parametrize("warm", [0, 3])
+@pytest.mark.parametrize("warm", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", [name for name in WORLDS if name != "lbfgs"])
 def test_a_trial_may_stop_after_any_operation(name: str, warm: int) -> None:
     world = seeded(WORLDS[name], warm=warm)

@@ -413,7 +413,7 @@ def test_running_out_at_any_operation_is_a_value_of_its_configuration() -> None:
     with count_operations() as seen:
         run()
     outcomes = set()
-    for number in range(0, seen.operations, max(1, seen.operations // 30)):
+    for number in range(0, seen.operations, max(1, seen.operations // 12)):
         with fail_at(number) as fault:
             result = run()
         assert fault.fired
@@ -486,8 +486,14 @@ def test_a_user_who_interrupts_keeps_what_is_there(tmp_path: Path) -> None:
 KINDS = ("begin", "search", "trying", "trial", "using", "measure", "measure_oom", "record")
 
 
-@pytest.mark.parametrize("error", [OSError("the tracker's disk is full"), SystemExit(3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        *((kind, OSError("the tracker's disk is full")) for kind in KINDS),
+        ("trial", SystemExit(3)),
+        *(pytest.param(kind, SystemExit(3), marks=pytest.mark.slow) for kind in KINDS if kind != "trial"),
+    ],
+)
 def test_a_listener_that_raises_is_not_a_failure_of_the_configuration(
     kind: str, error: BaseException, tmp_path: Path
 ) -> None:

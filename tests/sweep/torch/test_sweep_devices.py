@@ -70,7 +70,7 @@ def test_the_file_is_that_of_one_process(tmp_path: Path) -> None:
     assert {one.error is None for one in again.records} == {True, False}
 
 
-@pytest.mark.parametrize("deaths", [1, 2])
+@pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_child_that_is_killed_is_noticed(tmp_path: Path, deaths: int) -> None:
     events = []
     knobs = {"folder": [str(tmp_path)], "number": [1, 2, 3, 4], "deaths": [deaths]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -374,9 +375,20 @@ class Text(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("kind", [Picture, Text])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize(
+    ("kind", "autocast", "foreach"),
+    [
+        (Picture, None, None),
+        (Text, torch.bfloat16, False),
+        *(
+            pytest.param(kind, autocast, foreach, marks=pytest.mark.slow)
+            for kind, autocast, foreach in itertools.product(
+                (Picture, Text), (None, torch.bfloat16), (None, False)
+            )
+            if (kind, autocast, foreach) not in ((Picture, None, None), (Text, torch.bfloat16, False))
+        ),
+    ],
+)
 def test_a_trace_is_the_same_whoever_answers(
     kind: type[nn.Module], autocast: Any, foreach: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

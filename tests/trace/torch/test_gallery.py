@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from examples import some_slow
 from gallery import CASES, Case, differences, frozen, held_by, left_behind, let_go, seeded
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
@@ -48,6 +49,14 @@ OTHER_KERNELS = {
 # Which a random number makes another each time, and whose gradients cuDNN keeps in one piece.
 OTHERWISE_HELD = {"stochastic_depth", "teacher_forcing"}
 
+# These take longest, and other loops have each of their ways in part: `make test-all` runs them.
+SLOW = {
+    *("packed_lstm", "teacher_forcing", "chunked_loss", "diffusion", "checkpoint_hooks", "causal_attention"),
+    *("checkpoint_in_segments", "adam_one_by_one", "accumulation", "zeroed_gradients", "adafactor", "lion"),
+    *("sampled_by_hand", "nesterov", "collated", "window_mask", "fused_adamw", "byol", "moco", "maml"),
+    *("frozen_encoder", "muon", "stacked_ensemble", "attention_weights", "truncated_backpropagation"),
+}
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -60,7 +69,9 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")  # what torch says about loops of other people
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", some_slow(CASES.values(), is_slow=lambda case: case.name in SLOW), ids=lambda case: case.name
+)
 def test_a_loop_is_traced_and_then_goes_on(case: Case, request: pytest.FixtureRequest) -> None:
     if case.name == "averaged_model" and torch.__version__.startswith("2.6."):
         pytest.skip("torch 2.6 groups the averaged counters by device, and a detached fake one is the host's")

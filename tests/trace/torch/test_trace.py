@@ -105,7 +105,11 @@ def slices_for_a_colon() -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp_bf16", "distilbert_fp32", "distilbert_bf16", "resnet50_bf16", "swin_bf16", "dcgan_fp32"]
+    "name",
+    [
+        *("mlp_bf16", "distilbert_bf16", "resnet50_bf16", "dcgan_fp32"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("distilbert_fp32", "swin_bf16")),
+    ],
 )
 def test_a_trace_without_a_gpu_is_what_a_gpu_did(name: str) -> None:
     if name.startswith("distilbert") and slices_for_a_colon():
