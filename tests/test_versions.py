@@ -41,7 +41,7 @@ READ = {
 }
 DOCTOR = {
     "versions": {"python": "3.11.7", "torch": "2.11.0+cu130", "typer": "0.29.0"},
-    "extras": {"numpy": "2.4.6", "ray": "not installed"},
+    "extras": {"numpy": "2.4.6", "ray": None},
     "features": [
         {"name": "trials", "state": "works", "detail": ""},
         {"name": "trials on an NVIDIA or AMD GPU", "state": "not here", "detail": "built without"},
@@ -88,6 +88,12 @@ def test_every_skip_and_every_failure_is_on_the_page() -> None:
     assert "| 2.6 | 4 | 0 | 6 | nothing |" in page
     assert "| 2.15 | 4 | 2 | 8 | nothing |" in page
     assert "| needs gpu | 6 |  |" in page
+    assert "| FSDP2 of that torch has none | 2 | 2 |" in versions_page.page(
+        {
+            name: result(name, skipped={f"FSDP2 of torch {name} has none": 1})
+            for name in ("2.6.0", "2.8.0+cpu")
+        }
+    )
     assert "| needs torchtune |  | 8 |" in page
     assert page.count(r"- `tests.a::test_two`: a \< b \| c") == 2
     assert "Failed with torch 2.15" in page

@@ -233,7 +233,7 @@ def described(said: Results) -> Results:
     return {
         "torch": known["torch"],
         "python": known["python"],
-        "libraries": {name: known[name] for name in LIBRARIES if known.get(name, "")[:1].isdigit()},
+        "libraries": {name: known[name] for name in LIBRARIES if known.get(name)},
         "limits": limits,
     }
 

@@ -106,7 +106,7 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
         beside = " | ".join(result["libraries"].get(library, "-") for library in LIBRARIES)
         lines.append(f"| {name} | {beside} |")
     lines += ["", "### Skipped tests", ""]
-    skips = {name: totals(result)[2] for name, result in found.items()}
+    skips = {name: _any_torch(totals(result)[2], result["torch"]) for name, result in found.items()}
     reasons = sorted({why for counts in skips.values() for why in counts}, key=lambda why: (_group(why), why))
     lines += [f"| why | {' | '.join(found)} |", "|---" + "|---:" * len(found) + "|"]
     for why in reasons:
@@ -117,6 +117,14 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
             lines += ["", f"### Failed with torch {name}", ""]
             lines += [f"- `{one['test']}`: {_cell(one['why'])}" for one in failed]
     return lines
+
+
+def _any_torch(skipped: Counter[str], torch: str) -> Counter[str]:
+    """Reasons without the version, which has a column of its own."""
+    counts: Counter[str] = Counter()
+    for why, count in skipped.items():
+        counts[why.replace(f"torch {torch}", "that torch")] += count
+    return counts
 
 
 def _group(why: str) -> tuple[int, str]:

@@ -60,14 +60,14 @@ FSDP2_RESET: Final = Ground(
 )
 FSDP2_FACTOR: Final = Ground(
     feature="a model whose gradients FSDP2 divides by a factor of your own",
-    since="2.13",
+    since="2.8",
     lost="the factor of set_gradient_divide_factor() or set_reduce_scatter_divide_factor() cannot be read, "
     "and losses would be scaled wrongly",
     remedy="Install a newer torch, or leave the factor out",
 )
 FSDP2_ON_CPU: Final = Ground(
     feature="FSDP2 on a CPU",
-    since="2.13",
+    since="2.8",
     lost="torch.cpu.Stream has no record_event, which FSDP2 calls in forward",
     remedy="Install a newer torch, or shard on GPUs",
 )
