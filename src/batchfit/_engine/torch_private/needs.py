@@ -54,7 +54,7 @@ FSDP2_STATE: Final = Ground(
 )
 FSDP2_RESET: Final = Ground(
     feature="a retry after a step that failed inside FSDP2",
-    since="2.13",
+    since="2.8",
     lost="FSDP2 stays in the middle of that step, and cannot be reset",
     remedy="Install a newer torch, or begin with a size that fits",
 )
