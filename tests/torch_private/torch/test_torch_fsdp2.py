@@ -119,6 +119,29 @@ def test_a_reset_brings_it_to_rest_and_the_next_gradients_are_right() -> None:
 
 
 @needs_cpu
+@pytest.mark.usefixtures("_each_reset")
+def test_a_first_step_that_failed_while_fsdp2_was_made_ready() -> None:
+    """It does that once, when the root first runs, and would not do the rest in the next step."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    plain, model = sharded_model(), sharded_model()
+    (group,) = fsdp2.groups(model[2])
+    make_ready = group.lazy_init
+
+    def fails() -> None:
+        group.lazy_init = make_ready
+        raise ArithmeticError
+
+    group.lazy_init = fails
+    with pytest.raises(ArithmeticError):
+        model(x)
+    fsdp2.reset(model)
+    for one in (plain, model):
+        one(x).sum().backward()
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@needs_cpu
 @pytest.mark.skipif(not fsdp2.can_reset(), reason=f"torch {torch.__version__} cannot reset FSDP2")
 def test_a_gradient_from_before_the_failed_batch_survives_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.15 takes the gradients of sharded parameters away when it resets; so does every one here."""

@@ -92,6 +92,9 @@ def reset(root: Any) -> None:
                 unsharded = gathered(parameter)
                 if unsharded is not None:
                     unsharded.grad = None
+            # A first step that failed while FSDP2 was made ready: what is left of that is never made up for.
+            if not all(hasattr(one, "param_dtype") for one in parameters(group)):
+                _read(group, "lazy_init")()
 
 
 def _reset_in_place(root: Any) -> None:
