@@ -52,7 +52,7 @@ def _lost_buckets(module: Any) -> bool:
 
 
 def _settle_sharded(root: Any) -> None:
-    if fsdp2.has_reset(root):
+    if fsdp2.can_reset():
         fsdp2.reset(root)
     elif fsdp2.at_rest(root):
         root.reshard()
