@@ -7,18 +7,25 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 # What `make demo` needs: batchfit as `pip install batchfit` brings it, without the frameworks of the tests.
 BASE   := $(VENV)/.base
+# torchtune needs another torchao than PEFT: an environment that has the packages of .venv, and its own first.
+TUNE   := .venv-torchtune
+TUNED  := $(TUNE)/.ready
 # A private pip cache or index is the machine's business; the versions are ours.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Files of tests at a time, one more than there are cores (some wait for processes of their own); the tests of
 # a file stay in one process, in order.
 JOBS   ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 1 : 8)))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
-export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,ray,gloo,matplotlib,hatchling
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	--ignore=tests/integrations/torchtune
+# What no test may be skipped for in .venv; in .venv-torchtune that is torchtune.
+export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,ray,gloo,matplotlib,hatchling
+TUNED_PYTEST := BATCHFIT_REQUIRE=torchtune OMP_NUM_THREADS=1 $(TUNE)/bin/python -m pytest -q \
+	--hypothesis-profile=same tests/integrations/torchtune
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-pure test-torch test-versions test-wheel check bench soak gpu clean
+.PHONY: help demo docs test test-all test-pure test-torch test-torchtune test-versions test-wheel check bench soak gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,8 +44,20 @@ $(BASE): pyproject.toml constraints.txt
 
 $(STAMP): $(BASE)
 	@echo "installing the test dependencies into $(VENV) (a minute or two, once)"
-	@$(PIP) install --quiet -c constraints.txt -e '.[test]' $(QUIET)
+	@$(PIP) install --quiet -c constraints.txt -e '.[test,stack]' $(QUIET)
 	@$(BIN)/python -c 'import pytest, hypothesis, transformers'
+	@touch $@
+
+$(TUNED): $(STAMP) constraints-torchtune.txt
+	@echo "installing torchtune into $(TUNE) (half a minute, once)"
+	@$(BIN)/python -m venv --clear --without-pip $(TUNE)
+	@# addsitedir reads the .pth files of .venv too: batchfit itself, and its pip, which counts what is there
+	@$(TUNE)/bin/python -c "import sysconfig; place = sysconfig.get_path('purelib'); \
+		shared = place.replace('$(TUNE)', '$(VENV)'); \
+		open(place + '/shared.pth', 'w').write(f'import site; site.addsitedir({shared!r})')"
+	@$(TUNE)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-torchtune.txt \
+		torchtune torchao $(QUIET)
+	@$(TUNE)/bin/python -c 'import torchtune, batchfit'
 	@touch $@
 
 demo: $(BASE)  ## find the largest batch of a small GPT, time it, predict it for other cards, report
@@ -55,25 +74,35 @@ test-pure: $(STAMP)  ## the tests of pure code, with torch blocked
 test-torch: $(STAMP)  ## the other tests
 	$(PYTEST) --hypothesis-profile=same -m 'not slow' --ignore-glob='*/pure' tests
 
+test-torchtune: $(TUNED)  ## the tests of torchtune's recipes, in an environment of their own
+	$(TUNED_PYTEST) -m 'not slow'
+
+test-integrations: test-torchtune
+
 test-%: $(STAMP)  ## the tests in tests/%, with few Hypothesis examples: make test-find
 	@test -d tests/$* || { echo "there is no folder tests/$*" >&2; exit 2; }
 	@test ! -d tests/$*/pure || BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=quick tests/$*/pure
 	@test -z "$$(find tests/$* -name 'test_*.py' -not -path '*/pure/*')" || \
 		$(PYTEST) --hypothesis-profile=quick -m 'not slow' --ignore-glob='*/pure' tests/$*
 
+<<<<<<< HEAD
 test: $(STAMP)  ## everything that must pass before a change lands (under 10 minutes)
 	@# mypy has one process: the tests of pure code run beside it
 	$(MAKE) --no-print-directory -j 2 check test-pure
 	$(MAKE) --no-print-directory test-torch
+=======
+test: check test-pure test-torch test-torchtune  ## everything that must pass before a change lands (under 15 minutes)
+>>>>>>> main
 
-test-wheel: $(STAMP)  ## the wheel in two new environments, with no extra and with all of them (10 minutes)
+test-wheel: $(STAMP)  ## the wheel in new environments, with no extra and with all of them (15 minutes)
 	$(BIN)/python tests/environments.py
 
 test-versions: $(STAMP)  ## every torch from 2.6 to the newest, one environment after another (hours); TORCH=2.15 for one
 	$(BIN)/python tests/versions.py run $(if $(TORCH),--torch $(TORCH))
 
-test-all: check test-pure test-wheel $(STAMP)  ## the long checks too
+test-all: check test-pure test-wheel $(STAMP) $(TUNED)  ## the long checks too
 	$(PYTEST) --ignore-glob='*/pure' tests
+	$(TUNED_PYTEST)
 
 docs: $(STAMP)  ## this documentation as a site, in site/ (open site/index.html)
 	@$(PIP) install --quiet -c constraints.txt -e '.[docs]' $(QUIET)
@@ -93,4 +122,4 @@ gpu:  ## the GPU tests, on a machine with one and with its own torch
 	PYTHONPATH=src:.gpu-deps BATCHFIT_REQUIRE=gpu $(PYTHON) -m pytest -q -m gpu tests/*/gpu tests/integrations/*/gpu
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(TUNE) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

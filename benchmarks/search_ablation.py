@@ -23,12 +23,12 @@ from typing import Any
 
 import search_crowded as crowded
 import search_simulated as simulated
-from batchfit._find.pure import bracket, by_curve, by_line, guided, line, memory_curve, readings
+from batchfit._find.pure import bracket, by_curve, by_line, guided, memory_curve
 from batchfit._find.pure.search import Search, _decide, run
 
 RESULTS = Path(__file__).parent / "results" / "search_ablation_cpu_202611.json"
 MAXIMA = simulated.MAXIMA[2::8]
-MODULES = (guided, by_line, line, by_curve, readings, memory_curve, bracket)
+MODULES = (guided, by_line, by_curve, memory_curve, bracket)
 # Values at which a constant does nothing; others are changed by 20 % only.
 NEUTRAL: dict[str, float] = {
     "EXACT_SOAK_SHARE": 0.0,

@@ -1,4 +1,5 @@
-"""The wheel in environments of its own: `python tests/environments.py` makes two, with and without extras.
+"""The wheel in environments of its own: `python tests/environments.py` makes one without extras, one with
+all but torchtune's, and one with torchtune's (which pins another torchao than PEFT needs).
 
 Rules: the wheel and the source archive are built, the archive is unpacked and `src/` removed from it; tests
 run there, so that only the installed wheel can be what they test. Environments come from the package
@@ -19,7 +20,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("accelerate", "lightning", "plot", "ray", "torchtune", "transformers")
+# What is installed by name, and the tests that must not be skipped there for want of it.
+ALL = ("accelerate", "lightning", "plot", "ray", "transformers")
+EXTRAS = {"none": (), "all": ALL, "torchtune": ("torchtune",)}
+REQUIRED = {"none": "", "all": "accelerate,lightning,transformers,ray,matplotlib", "torchtune": "torchtune"}
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "pyyaml")
 # What runs against the wheel: quick ones of every layer, files that the package must carry (CSS, scripts)
 # included. The whole of the tests against the wheel is `--tests tests`.
@@ -32,6 +36,13 @@ QUICK = (
     "tests/device/torch/test_oom.py",
     "tests/test_extras.py",
 )
+# The tests of what the extras are for.
+_FRAMEWORKS = ("accelerate", "lightning", "ray", "transformers")
+OF_EXTRAS = {
+    "none": (),
+    "all": tuple(f"tests/integrations/{name}" for name in _FRAMEWORKS),
+    "torchtune": ("tests/integrations/torchtune",),
+}
 
 
 def build(folder: Path, source: Path = ROOT) -> tuple[Path, Path]:
@@ -88,14 +99,15 @@ def run_tests(venv: Path, folder: Path, tests: tuple[str, ...], *, required: str
 
 
 def make(name: str, wheel: Path, folder: Path) -> Path:
-    """A new environment from the registries: the wheel with no extra ("none") or with every one ("all")."""
+    """A new environment from the registries: the wheel with those extras."""
     venv = folder / f"venv-{name}"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    wanted = f"{wheel}[{','.join(EXTRAS)}]" if name == "all" else str(wheel)
+    wanted = f"{wheel}[{','.join(EXTRAS[name])}]" if EXTRAS[name] else str(wheel)
     pip = [python_of(venv), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     # torch on its own first, as in the Makefile: the resolver then has nothing to choose there.
+    pins = [option for file in ("", "-torchtune") for option in ("-c", str(ROOT / f"constraints{file}.txt"))]
     for packages in (["torch"], [wanted, *TOOLS]):
-        subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *packages], check=True)
+        subprocess.run([*pip, *pins, *packages], check=True)
     return venv
 
 
@@ -107,16 +119,13 @@ def main() -> int:
         folder = Path(place)
         wheel, archive = build(folder / "dist")
         sources = without_source(archive, folder / "unpacked")
-        for name in ("none", "all"):
+        for name in EXTRAS:
             began = time.monotonic()
             venv = make(name, wheel, folder)
             made = time.monotonic()
             print(f"environment with {name} of the extras: {made - began:.0f} s", flush=True)
-            tests = tuple(given.tests or QUICK)
-            if name == "all" and not given.tests:
-                tests += ("tests/integrations",)
-            required = "accelerate,lightning,torchtune,transformers,ray,matplotlib" if name == "all" else ""
-            if code := run_tests(venv, sources, tests, required=required):
+            tests = tuple(given.tests or (*QUICK, *OF_EXTRAS[name]))
+            if code := run_tests(venv, sources, tests, required=REQUIRED[name]):
                 return code
             print(f"tests of the wheel there: {time.monotonic() - made:.0f} s", flush=True)
             shutil.rmtree(venv)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import environments
 import versions
+import versions_page
 
 ROOT = Path(__file__).parent.parent
 REPORT = """<?xml version="1.0"?>
-<testsuites><testsuite name="pytest">
+<testsuites><testsuite name="pytest" time="61.4">
 <testcase classname="tests.a" name="test_one"/>
 <testcase classname="tests.a" name="test_two[x]">
   <failure message="AttributeError: no such&#10;more"/>
@@ -26,6 +31,27 @@ REPORT = """<?xml version="1.0"?>
 <testcase classname="tests.a" name="test_gpu_2"><skipped message="needs gpu"/></testcase>
 </testsuite></testsuites>
 """
+READ = {
+    "passed": 1,
+    "failed": [
+        {"test": "tests.a::test_two[x]", "why": "AttributeError: no such"},
+        {"test": "tests.c", "why": "collection failure"},
+    ],
+    "skipped": {"needs gpu": 2, "needs torchtune": 1},
+}
+DOCTOR = {
+    "versions": {"python": "3.11.7", "torch": "2.11.0+cu130", "typer": "0.29.0"},
+    "extras": {"numpy": "2.4.6", "ray": None},
+    "features": [
+        {"name": "trials", "state": "works", "detail": ""},
+        {"name": "trials on an NVIDIA or AMD GPU", "state": "not here", "detail": "built without"},
+        {
+            "name": "a retry",
+            "state": "not here",
+            "detail": "needs torch 2.13 or later, and this is 2.11.0+cu130: x",
+        },
+    ],
+}
 
 
 def result(torch: str, **more: object) -> versions.Results:
@@ -35,16 +61,16 @@ def result(torch: str, **more: object) -> versions.Results:
         "date": "2026-11-18",
         "python": "3.11.7",
         "source": "0123456789",
+        "machine": "2 cores, no GPU",
         "libraries": {"transformers": "5.23.0"},
-        "install_s": 100,
-        "install_mib": 2048,
+        "limits": [],
         "parts": {"pure": part, "torch": part},
     }
 
 
 def test_the_page_is_what_the_stored_results_give() -> None:
     if versions.stored():
-        assert versions.PAGE.read_text(encoding="utf-8") == versions.page(versions.stored())
+        assert versions.PAGE.read_text(encoding="utf-8") == versions_page.page(versions.stored())
     else:
         assert not versions.PAGE.exists()
 
@@ -52,26 +78,45 @@ def test_the_page_is_what_the_stored_results_give() -> None:
 def test_a_report_of_pytest_is_counted(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT, encoding="utf-8")
-    assert versions.read(report) == {
-        "passed": 1,
-        "failed": [
-            {"test": "tests.a::test_two[x]", "why": "AttributeError: no such"},
-            {"test": "tests.c", "why": "collection failure"},
-        ],
-        "skipped": {"needs gpu": 2, "needs torchtune": 1},
-    }
+    assert versions.read(report) == READ
 
 
 def test_every_skip_and_every_failure_is_on_the_page() -> None:
     failed = [{"test": "tests.a::test_two", "why": "a < b | c"}]
     found = {"2.6": result("2.6.0"), "2.15": result("2.15.0", failed=failed, skipped={"needs torchtune": 4})}
-    page = versions.page(found)
-    assert "| 2.6.0 | 4 | 0 | 6 |" in page
-    assert "| 2.15.0 | 4 | 2 | 8 |" in page
+    page = versions_page.page(found)
+    assert "| 2.6 | 4 | 0 | 6 | nothing |" in page
+    assert "| 2.15 | 4 | 2 | 8 | nothing |" in page
     assert "| needs gpu | 6 |  |" in page
+    assert "| FSDP2 of that torch has none | 2 | 2 |" in versions_page.page(
+        {
+            name: result(name, skipped={f"FSDP2 of torch {name} has none": 1})
+            for name in ("2.6.0", "2.8.0+cpu")
+        }
+    )
     assert "| needs torchtune |  | 8 |" in page
     assert page.count(r"- `tests.a::test_two`: a \< b \| c") == 2
-    assert "What fails beside torch 2.6.0" not in page
+    assert "Failed with torch 2.15" in page
+    assert "Failed with torch 2.6" not in page
+
+
+def test_what_is_refused_has_one_line_with_its_versions() -> None:
+    limits = [
+        [
+            {
+                "name": "a retry",
+                "state": "not here",
+                "detail": f"needs torch 2.13 or later, and this is {torch}: x",
+            }
+        ]
+        for torch in ("2.6.0", "2.8.0+cu126")
+    ]
+    found = {"2.6": result("2.6.0"), "2.8": result("2.8.0+cu126")}
+    for one, there in zip(found.values(), limits, strict=True):
+        one["limits"] = there
+    page = versions_page.page(found)
+    assert "| a retry | 2.6, 2.8 | refused | needs torch 2.13 or later: x |" in page
+    assert "| 2.6 | 4 | 0 | 6 | 1 refused |" in page
 
 
 def test_a_version_with_a_result_is_run_again_only_when_it_is_named(tmp_path: Path) -> None:
@@ -87,6 +132,86 @@ def test_a_version_with_a_result_is_run_again_only_when_it_is_named(tmp_path: Pa
     assert len(versions.chosen([], found, again=True)) == len(versions.ROWS)
     with pytest.raises(SystemExit, match=r"--torch must be one of 2\.6, .*, not 2\.3"):
         versions.chosen(["2.3"], found)
+
+
+def test_the_parts_are_all_of_make_test() -> None:
+    """Every file of tests is in one part, the pure ones with torch blocked."""
+    parts = versions.parts(ROOT)
+    every = {path.relative_to(ROOT) for path in ROOT.glob("tests/**/test_*.py")}
+    seen: list[Path] = []
+    for asked in parts.values():
+        folders = [Path(one) for one in asked if not one.startswith("--")]
+        left_out = {one.removeprefix("--ignore-glob=*/") for one in asked if one.startswith("--")}
+        inside = [path for path in every for folder in folders if path.is_relative_to(folder)]
+        seen += [path for path in inside if not left_out & set(path.parts)]
+    assert sorted(seen) == sorted(every)
+    assert all("pure" in Path(one).parts for one in parts["pure"])
+
+
+def test_a_test_of_a_report_can_be_run_again(tmp_path: Path) -> None:
+    (tmp_path / "tests" / "find").mkdir(parents=True)
+    (tmp_path / "tests" / "find" / "test_a.py").write_text(
+        "import pytest\n\n@pytest.mark.parametrize('x', ['1.5', 'a::b'])\ndef test_x(x): assert 0\n"
+        "class TestOf:\n    def test_y(self): assert 0\n",
+        encoding="utf-8",
+    )
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += ["--rootdir", str(tmp_path)]
+    quiet = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "env": dict(os.environ), "timeout": 120}
+    subprocess.run([*command, "tests"], **quiet)  # type: ignore[call-overload]
+    failed = versions.read(report)["failed"]
+    assert len(failed) == 3
+    report.unlink()
+    subprocess.run([*command, *(versions.address(one["test"], tmp_path) for one in failed)], **quiet)  # type: ignore[call-overload]
+    assert versions.read(report)["failed"] == failed
+    assert versions.address("tests.find.test_a", tmp_path) == str(Path("tests/find/test_a.py"))
+    with pytest.raises(SystemExit, match="not among the tests of this commit"):
+        versions.address("tests.find.test_gone::test_x", tmp_path)
+
+
+def test_tests_that_were_run_again_are_counted_once() -> None:
+    failed = [{"test": "tests.a::test_two", "why": "x"}, {"test": "tests.a::test_three", "why": "y"}]
+    before = result("2.15.0", failed=failed)
+    about = {"source": "abcdef", "date": "2026-11-19", "limits": [], "libraries": {"transformers": "5.23.0"}}
+    again = {"passed": 1, "failed": [], "skipped": {"needs gpu": 1}, "seconds": 5}
+    after = versions.run_again(before, about, {"torch": again})
+    assert after["source"] == "0123456789"
+    assert after["again"] == [{"source": "abcdef", "date": "2026-11-19", "tests": 2}]
+    assert after["parts"]["pure"] == before["parts"]["pure"]
+    assert after["parts"]["torch"] == {"passed": 3, "failed": [], "skipped": {"needs gpu": 4}, "seconds": 65}
+    assert "0123456789; 2 again at abcdef" in versions_page.page({"2.15": after})
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_next_part(tmp_path: Path) -> None:
+    begun, asked = tmp_path / "parts.json", {"pure": ["a"], "ranks": ["b"], "torch": ["c"]}
+    ran: list[str] = []
+
+    def run(tests: list[str], *, pure: bool) -> versions.Results:
+        ran.extend(tests)
+        if ran == ["a", "b"]:
+            raise KeyboardInterrupt
+        return {"passed": 1, "failed": [], "skipped": {}, "seconds": 1, "was_pure": pure}
+
+    with pytest.raises(KeyboardInterrupt):
+        versions.run_parts(run, asked, commit="one", begun=begun)
+    done = versions.run_parts(run, asked, commit="one", begun=begun)
+    assert ran == ["a", "b", "b", "c"]
+    assert [part["was_pure"] for part in done.values()] == [True, False, False]
+    versions.run_parts(run, asked, commit="another", begun=begun)
+    assert ran == ["a", "b", "b", "c", "a", "b", "c"]
+
+
+def test_a_report_from_another_machine_is_a_row_that_names_it(tmp_path: Path) -> None:
+    report, said = tmp_path / "torch.xml", tmp_path / "doctor.json"
+    report.write_text(REPORT, encoding="utf-8")
+    said.write_text(json.dumps(DOCTOR), encoding="utf-8")
+    found = versions.from_elsewhere([report], DOCTOR, commit="abc", machine="one H200", date="2026-11-18")
+    assert found["parts"] == {"torch": {**READ, "seconds": 61}}
+    assert found["libraries"] == {"typer": "0.29.0", "numpy": "2.4.6"}
+    assert [one["name"] for one in found["limits"]] == ["a retry"]
+    page = versions_page.page({"2.11": found})
+    assert "| 2.11.0+cu130 | 2026-11-18 | abc | 3.11.7 | one H200 | 1 min |" in page
 
 
 def test_the_oldest_and_the_newest_of_each_library_are_in_it() -> None:

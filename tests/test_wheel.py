@@ -60,7 +60,7 @@ def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]) -> None:
         told = email.message_from_bytes(packed.read(name))
         commands = packed.read(name.replace("METADATA", "entry_points.txt")).decode()
     assert set(told.get_all("Provides-Extra", [])) == set(project["optional-dependencies"])
-    assert set(environments.EXTRAS) <= set(project["optional-dependencies"])
+    assert {*environments.ALL, "torchtune"} <= set(project["optional-dependencies"])
     plain = {line for line in told.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert plain == set(project["dependencies"])
     assert told["Requires-Python"] == project["requires-python"]

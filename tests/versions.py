@@ -2,12 +2,19 @@
 
     python tests/versions.py run                  # versions without a result, one after another
     python tests/versions.py run --torch 2.15     # one of them, whether it has a result or not
+    python tests/versions.py run --torch 2.15 --failed          # only the tests that failed there
+    python tests/versions.py run --torch 2.15 --environment DIR # in an environment that is there already
+    python tests/versions.py add REPORT.xml --doctor doctor.json --commit C --machine "one H200"
     python tests/versions.py page                 # docs/compatibility.md again, of the stored results
 
 Rules: ordinary wheels of torch, used on the CPU. Environments lie in build/versions, one at a time, and are
-removed; so is the copy of the source that the tests run on, so that work may go on meanwhile. What a version
-gave is stored as soon as it is there, and a version that has a result is not run again unless it is named.
-A test that is skipped is listed with its reason. Nothing but the standard library.
+removed; so is the copy of the source that the tests run on, so that work may go on meanwhile. Each part of
+the tests is stored as soon as it ended: a run that was cut off goes on with the next part, if the commit is
+the same. A version that has a result is not run again unless it is named. A test that is skipped is listed
+with its reason. Nothing but the standard library.
+
+`add` reads reports from another machine: of `pytest --junitxml=REPORT.xml`, and of `batchfit doctor --json`,
+which says the versions.
 """
 
 from __future__ import annotations
@@ -16,7 +23,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -24,26 +30,23 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import environments
+import versions_page
+from versions_page import LIBRARIES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 FOLDER = ROOT / "build" / "versions"
-SHOWN = ("transformers", "accelerate", "lightning", "ray", "torchtune", "pydantic", "typer", "rich", "numpy")
 TOOLS = (*environments.TOOLS, "pandas", "matplotlib", "hatchling", "ruff", "mypy")
 REQUIRED = ("transformers", "accelerate", "lightning", "ray", "gloo", "matplotlib", "hatchling")
 TORCHTUNE = {"torchtune": "0.6.1", "torchao": "0.10.0"}
-_PARTS = {  # as in the Makefile; the pure part runs with torch blocked
-    "pure": ("--hypothesis-profile=same",),
-    "torch": ("--hypothesis-profile=same", "-m", "not slow", "--ignore-glob=*/pure"),
-}
 _MOST_SECONDS = 3 * 3600
 Results = dict[str, Any]
 
@@ -59,17 +62,22 @@ class Row:
     @property
     def name(self) -> str:
         """How it is asked for: 2.15."""
-        return ".".join(self.torch.split(".")[:2])
+        return name_of(self.torch)
 
     def packages(self) -> list[str]:
         """What pip is asked for, but torch."""
-        wanted = {name: "" for name in SHOWN if name not in ("torchtune", *self.without)} | self.libraries
+        wanted = {name: "" for name in LIBRARIES if name not in ("torchtune", *self.without)} | self.libraries
         return [*TOOLS, *(f"{name}=={version}" if version else name for name, version in wanted.items())]
 
     def required(self) -> str:
         """What no test may be skipped for."""
         names = [name for name in REQUIRED if name not in self.without]
         return ",".join([*names, *(["torchtune"] if "torchtune" in self.libraries else [])])
+
+
+def name_of(torch: str) -> str:
+    """2.15 of 2.15.0+cu132."""
+    return ".".join(torch.split(".")[:2])
 
 
 # The oldest of each library beside the oldest torch, the newest beside the newest. torchtune's pin of torchao
@@ -92,54 +100,47 @@ ROWS = (
 )
 
 
-# -- making and running
+# -- the parts of the tests
 
 
-def make(row: Row, folder: Path) -> tuple[Path, float]:
-    """A new environment with that torch, and its MiB on the disk."""
-    venv = folder / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    # No cache: these wheels are gigabytes, and are used once.
-    pip = [environments.python_of(venv), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    torch = f"torch=={row.torch}"
-    for packages in ([torch], [torch, *row.packages()], ["--no-deps", str(folder / "source")]):
-        subprocess.run([*pip, "--no-cache-dir", *packages], check=True)
-    taken_bytes = sum(path.lstat().st_size for path in venv.rglob("*") if path.is_file())
-    return venv, taken_bytes / 2**20
+def parts(source: Path) -> dict[str, list[str]]:
+    """What pytest is asked for in each part; together what `make test` runs."""
+    tests = source / "tests"
+    ours = [path for path in tests.iterdir() if path.name.startswith("test_") or path.is_dir()]
+    names = sorted(
+        path.name for path in ours if path.name not in ("integrations", "support", "typing", "data")
+    )
+    early = [name for name in names if name.removeprefix("test_") < "m"]
+    late = [name for name in names if name not in early]
+    rest = ["--ignore-glob=*/pure", "--ignore-glob=*/ranks"]
+    return {
+        "pure": sorted(str(path.relative_to(source)) for path in tests.glob("*/pure")),
+        "integrations": ["tests/integrations"],
+        "ranks": sorted(str(path.relative_to(source)) for path in tests.glob("*/ranks")),
+        "torch, a to l": [*rest, *(f"tests/{name}" for name in early)],
+        "torch, m to z": [*rest, *(f"tests/{name}" for name in late)],
+    }
 
 
-_VERSIONS = """
-import json
-from importlib import metadata
-print(json.dumps({one.metadata["Name"].lower(): one.version for one in metadata.distributions()}))
-"""
-
-
-def versions_in(venv: Path) -> dict[str, str]:
-    """Every package of an environment, with its version."""
-    command = [environments.python_of(venv), "-c", _VERSIONS]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    found: dict[str, str] = json.loads(said.stdout)
-    return found
-
-
-def run_part(part: str, *, venv: Path, source: Path, required: str, processes: int) -> Results:
-    """One part of the tests there: counts, what failed, and why what was skipped."""
-    report = source.parent / f"{part}.xml"
-    tests = sorted(str(path) for path in source.glob("tests/*/pure")) if part == "pure" else ["tests"]
-    command = [environments.python_of(venv), "-m", "pytest", "-q", "-n", str(processes)]
-    command += ["--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", *_PARTS[part], *tests]
+def run_tests(
+    tests: Sequence[str], *, pure: bool, venv: Path, source: Path, required: str, processes: int
+) -> Results:
+    """Those tests there: counts, what failed, and why what was skipped."""
+    report, log = source.parent / "report.xml", source.parent / "pytest.log"
+    report.unlink(missing_ok=True)
+    command = [environments.python_of(venv), "-m", "pytest", "-q", "-n", str(processes), "-m", "not slow"]
+    command += ["--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider", "--tb=short"]
+    command += [f"--junitxml={report}", "--hypothesis-profile=same", *tests]
     variables = {**environments.environment(), "BATCHFIT_REQUIRE": required}
     # The tests start `batchfit` and `python` by name, too.
     variables["PATH"] = os.pathsep.join([str(environments.python_of(venv).parent), os.environ["PATH"]])
-    if part == "pure":
+    if pure:
         variables["BATCHFIT_BLOCK_TORCH"] = "1"
     began = time.monotonic()
-    with (source.parent / f"{part}.log").open("w", encoding="utf-8") as log:
-        subprocess.run(command, cwd=source, env=variables, stdout=log, stderr=log, timeout=_MOST_SECONDS)
+    with log.open("a", encoding="utf-8") as to:
+        subprocess.run(command, cwd=source, env=variables, stdout=to, stderr=to, timeout=_MOST_SECONDS)
     if not report.exists():
-        raise SystemExit(f"pytest ended without a report: {source.parent / f'{part}.log'}")
+        raise SystemExit(f"pytest ended without a report: {log}")
     return {**read(report), "seconds": round(time.monotonic() - began)}
 
 
@@ -172,48 +173,164 @@ def reason(message: str) -> str:
     return f"needs {found[1]}" if found else first_line(message.removeprefix("Skipped: "))
 
 
-def run_row(row: Row, *, processes: int, keep: bool) -> Results:
-    """All tests beside that torch."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    folder = FOLDER / row.name
-    folder.mkdir(parents=True)
-    try:
-        _, archive = environments.build(folder / "dist")
-        environments.unpack(archive, folder / "unpacked").rename(folder / "source")
-        began = time.monotonic()
-        print(f"torch {row.torch}: installing", flush=True)
-        venv, taken_mib = make(row, folder)
-        made_s = time.monotonic() - began
-        print(f"torch {row.torch}: {taken_mib / 1024:.1f} GiB in {made_s:.0f} s; tests", flush=True)
-        tested = partial(run_part, venv=venv, source=folder / "source", processes=processes)
-        parts = {part: tested(part, required=row.required()) for part in _PARTS}
-        there = versions_in(venv)
-    finally:
-        if not keep:
-            shutil.rmtree(FOLDER, ignore_errors=True)
+def address(test: str, source: Path) -> str:
+    """What pytest is asked for to run a test of a report again: tests.a.test_b::test_c[x]."""
+    dotted, _, name = test.partition("::")
+    path = Path(*dotted.split("."))
+    inner = [name] if name else []
+    while not (path.name and (source / path.with_suffix(".py")).exists()):
+        if not path.name:
+            raise SystemExit(f"{test} is not among the tests of this commit: run all of them")
+        path, inner = path.parent, [path.name, *inner]
+    return "::".join([str(path.with_suffix(".py")), *inner])
+
+
+def merged(before: Results, again: Results) -> Results:
+    """A part whose failed tests were run again: what they gave now, beside the others."""
+    skipped = Counter(before["skipped"]) + Counter(again["skipped"])
     return {
-        "torch": there["torch"],
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "python": platform.python_version(),
-        "source": revision(),
-        "libraries": {name: there[name] for name in SHOWN if name in there},
-        "install_s": round(made_s),
-        "install_mib": round(taken_mib),
-        "parts": parts,
+        "passed": before["passed"] + again["passed"],
+        "failed": again["failed"],
+        "skipped": dict(sorted(skipped.items())),
+        "seconds": before["seconds"] + again["seconds"],
     }
 
 
+# -- environments
+
+
+def make(row: Row, folder: Path) -> tuple[Path, float]:
+    """A new environment with that torch, and its MiB on the disk."""
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    torch = f"torch=={row.torch}"
+    for packages in ([torch], [torch, *row.packages()]):
+        install(venv, *packages)
+    taken_bytes = sum(path.lstat().st_size for path in venv.rglob("*") if path.is_file())
+    return venv, taken_bytes / 2**20
+
+
+def install(venv: Path, *packages: str) -> None:
+    """pip, without a cache: these wheels are gigabytes, and are used once."""
+    pip = [environments.python_of(venv), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "--no-cache-dir", *packages], check=True)
+
+
+def doctor(venv: Path, folder: Path) -> Results:
+    """What batchfit says of that environment: versions, and which features work."""
+    command = [environments.python_of(venv), "-m", "batchfit", "doctor", "--json"]
+    variables = environments.environment()
+    said = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+    found: Results = json.loads(said.stdout)
+    return found
+
+
+def described(said: Results) -> Results:
+    """Of the doctor's answer, what is stored: versions, and features that do not simply work."""
+    known = {**said["versions"], **said["extras"]}
+    # Whether torch is built for a GPU is no matter of its version.
+    limits = [one for one in said["features"] if one["state"] != "works" and "GPU" not in one["name"]]
+    return {
+        "torch": known["torch"],
+        "python": known["python"],
+        "libraries": {name: known[name] for name in LIBRARIES if known.get(name)},
+        "limits": limits,
+    }
+
+
+def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, again: bool) -> Results:
+    """All tests beside that torch, or those that failed when it was run before."""
+    commit, folder = revision(), FOLDER / row.name
+    before = stored()[row.name] if again else None
+    for other in FOLDER.iterdir() if FOLDER.exists() and environment is None else ():
+        if other != folder:
+            shutil.rmtree(other)
+    try:
+        source = copied(folder)
+        venv, taken_mib = environment or folder / "venv", None
+        if not environments.python_of(venv).exists():
+            print(f"torch {row.torch}: installing", flush=True)
+            venv, taken_mib = make(row, folder)
+        install(venv, "--no-deps", "--no-build-isolation", "--force-reinstall", str(source))
+        said = doctor(venv, folder)
+        if name_of(said["versions"]["torch"]) != row.name:
+            raise SystemExit(f"{venv} has torch {said['versions']['torch']}, not {row.torch}")
+        run = partial(run_tests, venv=venv, source=source, required=row.required(), processes=processes)
+        if before is None:
+            done = run_parts(run, parts(source), commit=commit, begun=folder / "parts.json")
+        else:
+            failed = {name: part["failed"] for name, part in before["parts"].items() if part["failed"]}
+            tests = {name: [address(one["test"], source) for one in ours] for name, ours in failed.items()}
+            done = {name: run(ours, pure=name == "pure") for name, ours in tests.items()}
+    except BaseException:
+        keep = True  # parts that ended are not run again
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    about = {"date": today(), "source": commit, "machine": f"{os.cpu_count()} cores, no GPU"}
+    about |= described(said) | ({} if taken_mib is None else {"install_mib": round(taken_mib)})
+    return {**about, "parts": done} if before is None else run_again(before, about, done)
+
+
+def copied(folder: Path) -> Path:
+    """The source as it would be published, in that folder."""
+    for name in ("dist", "unpacked", "source"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    _, archive = environments.build(folder / "dist")
+    return environments.unpack(archive, folder / "unpacked").rename(folder / "source")
+
+
+def run_parts(
+    run: Callable[..., Results], asked: Mapping[str, Sequence[str]], *, commit: str, begun: Path
+) -> dict[str, Results]:
+    """Each part that has not ended on that commit; `begun` keeps those that have."""
+    kept: Results = json.loads(begun.read_text(encoding="utf-8")) if begun.exists() else {}
+    done: dict[str, Results] = kept["parts"] if kept.get("source") == commit else {}
+    for name, tests in asked.items():
+        if name in done:
+            continue
+        found = done[name] = run(tests, pure=name == "pure")
+        begun.write_text(json.dumps({"source": commit, "parts": done}), encoding="utf-8")
+        counts = f"{found['passed']:,} passed, {len(found['failed'])} failed, {found['seconds']} s"
+        print(f"{name}: {counts}", flush=True)
+    return done
+
+
+def run_again(before: Results, about: Results, again: dict[str, Results]) -> Results:
+    """A stored result in which failed tests were run again, on another commit: both are named."""
+    tests = sum(len(before["parts"][part]["failed"]) for part in again)
+    new = {
+        part: merged(found, again[part]) if part in again else found
+        for part, found in before["parts"].items()
+    }
+    earlier = [*before.get("again", []), {"source": about["source"], "date": about["date"], "tests": tests}]
+    return {
+        **before,
+        **{name: about[name] for name in ("limits", "libraries")},
+        "parts": new,
+        "again": earlier,
+    }
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def revision() -> str:
-    """The commit that was tested, with a plus where the tree is not that commit."""
+    """The commit that is tested, with a plus where the tree is not that commit."""
     git = ["git", "-C", str(ROOT)]
     said = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
     if said.returncode != 0:
         return "unknown"
-    left = subprocess.run([*git, "status", "--porcelain"], check=True, capture_output=True, text=True)
+    ours = ["src", "tests", "examples", "benchmarks/*.py", "pyproject.toml"]
+    left = subprocess.run(
+        [*git, "status", "--porcelain", "--", *ours], check=True, capture_output=True, text=True
+    )
     return said.stdout.strip() + ("+" if left.stdout.strip() else "")
 
 
-# -- what is stored, and its page
+# -- what is stored
 
 
 def stored(path: Path = RESULTS) -> dict[str, Results]:
@@ -229,60 +346,23 @@ def store(name: str, result: Results, path: Path = RESULTS) -> dict[str, Results
     return stored(path)
 
 
-def totals(result: Results) -> tuple[int, list[dict[str, str]], Counter[str]]:
-    """Passed, failed, skipped by reason: of both parts."""
-    parts = result["parts"].values()
-    skipped: Counter[str] = Counter()
-    for part in parts:
-        skipped.update(part["skipped"])
-    return sum(part["passed"] for part in parts), [one for part in parts for one in part["failed"]], skipped
+def page() -> None:
+    """Write docs/compatibility.md."""
+    PAGE.write_text(versions_page.page(stored()), encoding="utf-8")
 
 
-def page(found: dict[str, Results]) -> str:
-    """docs/compatibility.md."""
-    return "\n".join(_lines(found)).rstrip() + "\n"
+def from_elsewhere(
+    reports: Sequence[Path], said: Results, *, commit: str, machine: str, date: str
+) -> Results:
+    """The result of reports that pytest wrote on another machine."""
+    found = {report.stem: {**read(report), "seconds": seconds_of(report)} for report in reports}
+    return {"date": date, "source": commit, "machine": machine, **described(said), "parts": found}
 
 
-def _lines(found: dict[str, Results]) -> list[str]:
-    lines = [
-        "# Versions that are tested",
-        "",
-        "The whole test suite beside each of these, on a CPU. Made by `make test-versions`; figures are of",
-        "the date and commit in the table. A test that is skipped is listed below with its reason.",
-        "",
-        "| torch | passed | failed | skipped | date | commit | tests |",
-        "|---|---:|---:|---:|---|---|---:|",
-    ]
-    for result in found.values():
-        passed, failed, skipped = totals(result)
-        minutes = sum(part["seconds"] for part in result["parts"].values()) / 60
-        lines.append(
-            f"| {result['torch']} | {passed:,} | {len(failed)} | {skipped.total()} | {result['date']} "
-            f"| {result['source']} | {minutes:.0f} min |"
-        )
-    lines += ["", "## Libraries beside them", ""]
-    lines += [f"| torch | Python | {' | '.join(SHOWN)} | on disk |", "|---" * (len(SHOWN) + 2) + "|---:|"]
-    for result in found.values():
-        beside = " | ".join(result["libraries"].get(name, "-") for name in SHOWN)
-        size = f"{result['install_mib'] / 1024:.1f} GiB"
-        lines.append(f"| {result['torch']} | {result['python']} | {beside} | {size} |")
-    lines += ["", "## What is skipped, and why", ""]
-    skips = {name: totals(result)[2] for name, result in found.items()}
-    reasons = sorted({why for counts in skips.values() for why in counts})
-    lines += [f"| reason | {' | '.join(found)} |", "|---" + "|---:" * len(found) + "|"]
-    for why in reasons:
-        counts = " | ".join(str(skips[name][why] or "") for name in found)
-        lines.append(f"| {_cell(why)} | {counts} |")
-    for result in found.values():
-        if failed := totals(result)[1]:
-            lines += ["", f"## What fails beside torch {result['torch']}", ""]
-            lines += [f"- `{one['test']}`: {_cell(one['why'])}" for one in failed]
-    return lines
-
-
-def _cell(text: str) -> str:
-    """Text of pytest as text in a table: nothing in it is Markdown."""
-    return re.sub(r"([\\|<>*_`\[\]{}#])", r"\\\1", text)
+def seconds_of(report: Path) -> int:
+    """How long the tests of a report took."""
+    suites = ElementTree.parse(report).iter("testsuite")
+    return round(sum(float(suite.get("time") or 0) for suite in suites))
 
 
 # -- the command
@@ -296,29 +376,66 @@ def chosen(named: Sequence[str], found: dict[str, Results], *, again: bool = Fal
     return [row for row in ROWS if (row.name in named if named else again or row.name not in found)]
 
 
-def main() -> int:
+def run(given: argparse.Namespace) -> int:
     """0 where no test failed, in the versions that were run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run", help="make environments, run the tests, store what they gave")
-    running.add_argument("--torch", nargs="*", default=[], help="these, whether they have a result or not")
-    running.add_argument("--again", action="store_true", help="all of them again")
-    running.add_argument("--keep", action="store_true", help="leave the last environment and its logs")
-    running.add_argument("-n", "--processes", type=int, default=2)
-    commands.add_parser("page", help="write docs/compatibility.md from the stored results")
-    given = parser.parse_args()
-    if given.command == "page":
-        PAGE.write_text(page(stored()), encoding="utf-8")
-        return 0
+    rows = chosen(given.torch, stored(), again=given.again)
+    if given.environment is not None and len(rows) != 1:
+        raise SystemExit("--environment needs --torch with one version")
+    missing = [row.name for row in rows if row.name not in stored()]
+    if given.failed and missing:
+        raise SystemExit(f"--failed needs a stored result, and torch {missing[0]} has none")
     wrong = 0
-    for row in chosen(given.torch, stored(), again=given.again):
-        result = run_row(row, processes=given.processes, keep=given.keep)
-        PAGE.write_text(page(store(row.name, result)), encoding="utf-8")
-        passed, failed, skipped = totals(result)
+    for row in rows:
+        result = run_row(
+            row, processes=given.processes, keep=given.keep, environment=given.environment, again=given.failed
+        )
+        store(row.name, result)
+        page()
+        passed, failed, skipped = versions_page.totals(result)
         wrong += len(failed)
         found = f"{passed:,} passed, {len(failed)} failed, {skipped.total()} skipped"
         print(f"torch {row.torch}: {found}", flush=True)
     return 1 if wrong else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    commands = found.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="make environments, run the tests, store what they gave")
+    running.add_argument("--torch", nargs="*", default=[], help="these, whether they have a result or not")
+    running.add_argument("--again", action="store_true", help="all of them again")
+    running.add_argument("--failed", action="store_true", help="only tests that failed; the others are kept")
+    running.add_argument(
+        "--environment",
+        type=lambda text: Path(text).absolute(),
+        help="one that is there already, with its torch",
+    )
+    running.add_argument("--keep", action="store_true", help="leave the last environment and its logs")
+    running.add_argument("-n", "--processes", type=int, default=2)
+    adding = commands.add_parser("add", help="store reports that pytest wrote on another machine")
+    adding.add_argument("reports", nargs="+", type=Path, metavar="REPORT.xml")
+    adding.add_argument(
+        "--doctor", required=True, type=Path, help="what `batchfit doctor --json` printed there"
+    )
+    adding.add_argument("--commit", required=True)
+    adding.add_argument("--machine", required=True, help="what it has: one H200, 16 cores")
+    adding.add_argument("--date", default=today())
+    commands.add_parser("page", help="write docs/compatibility.md from the stored results")
+    return found
+
+
+def main() -> int:
+    given = parser().parse_args()
+    if given.command == "run":
+        return run(given)
+    if given.command == "add":
+        said = json.loads(given.doctor.read_text(encoding="utf-8"))
+        result = from_elsewhere(
+            given.reports, said, commit=given.commit, machine=given.machine, date=given.date
+        )
+        store(name_of(result["torch"]), result)
+    page()
+    return 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.device.resolve import Peaks, check_budget
+from batchfit._engine.device.device import Peaks, check_budget
 from batchfit._engine.torch_private.dispatch import TorchDispatchMode
 from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit._units import format_bytes, parse_bytes

@@ -21,12 +21,12 @@ from torch import nn
 from batchfit._arguments import check_flag
 from batchfit._engine.batch.sources import BatchSource, CollateFn, Longest, batch_source, takes_arguments
 from batchfit._engine.batch.structure import to_device
+from batchfit._engine.device.tensors import check_loss
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.checks import (
     check_belongs,
     check_full_length,
     check_generated,
-    check_loss,
     check_loss_fn,
     check_model,
     check_optimizer,

@@ -20,7 +20,7 @@ from fake_cuda import FakeCuda, MiB
 from launch import end_process
 
 import batchfit
-from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.trial import child_main
 
 

@@ -84,3 +84,15 @@ def set_group_timeout(*given: Any) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(*given)
+
+
+def take_away_fsdp2_reset() -> Any:
+    """FSDP2 as before torch 2.13, which cannot reset itself; a function that gives it back."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    name = "_reset_iter_state"
+    torchs = getattr(FSDPState, name, None)
+    if torchs is None:
+        return lambda: None
+    delattr(FSDPState, name)
+    return lambda: setattr(FSDPState, name, torchs)

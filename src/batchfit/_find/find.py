@@ -21,8 +21,9 @@ from dataclasses import replace
 import torch
 
 import batchfit
+from batchfit._engine.device.device import Device
 from batchfit._engine.device.interrupts import Interrupts
-from batchfit._engine.device.resolve import Device, DeviceSpec
+from batchfit._engine.device.resolve import DeviceSpec
 from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._find.driver import SearchDriver
 from batchfit._find.predict_first import with_prediction

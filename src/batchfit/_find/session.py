@@ -18,8 +18,8 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.device.device import usable_bytes
-from batchfit._engine.device.resolve import Device, device_to_run
+from batchfit._engine.device.device import Device, usable_bytes
+from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import ram_bytes
 from batchfit._engine.distributed.ranks import Everyone, Ranks
 from batchfit._engine.store.key import rank_digest

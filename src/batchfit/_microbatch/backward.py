@@ -23,11 +23,10 @@ import torch
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.structure import mapped
-from batchfit._engine.device.oom import run_guarded
-from batchfit._engine.device.readings import recover
+from batchfit._engine.device.oom import recover, run_guarded
+from batchfit._engine.device.tensors import check_loss, check_scalar, loss_and_outputs, without_graph
 from batchfit._engine.sizing.interface import NO_WATCH
 from batchfit._engine.torch_private.modules import BatchNorm
-from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_outputs, without_graph
 from batchfit._microbatch.batch_norm import ExactStatistics
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
 from batchfit._microbatch.loss_check import LossCheck, LossInspection
@@ -178,7 +177,7 @@ class BackwardCall(MicrobatchCall):
         shares, weight = self._weighing.shares(micros, plan)
         if shares is None:
             return None, weight
-        self._is_measured = self._noise is not None and terms.ranks.collectives == "none"
+        self._is_measured = self._noise is not None and terms.run.ranks.collectives == "none"
         if self._is_measured:
             terms = self._measured(plan, shares, terms)
         return BackwardPass(self._fn, whole, plan, micros, shares, terms), weight
@@ -188,7 +187,7 @@ class BackwardCall(MicrobatchCall):
         assert self._noise is not None
         sizes = [piece.size for piece in plan]
         parts = sizes if self._weighing.sums else shares
-        factors = [part * terms.ranks.scale for part in parts]
+        factors = [part * terms.run.ranks.scale for part in parts]
         return replace(
             terms, watch=self._noise.watching(terms.watch or NO_WATCH, sizes, factors, self.scaler)
         )
@@ -276,13 +275,13 @@ class BackwardPass:
         total: torch.Tensor | None = None
         micros = [self._micros[index] for index in self._indices]
         with ExactStatistics(terms.layers) if terms.layers else nullcontext() as exact:
-            for index, micro in zip(self._indices, self._whole.fed(micros, terms.device), strict=True):
+            for index, micro in zip(self._indices, self._whole.fed(micros, terms.run.device), strict=True):
                 self.at = index
                 if exact is not None:
                     exact.next_microbatch()
                 terms.begin(index)
                 if index == self._indices[-1]:
-                    with terms.ranks.last_microbatch():
+                    with terms.run.ranks.last_microbatch():
                         loss = self._run_one(micro, index)
                 else:
                     loss = self._run_one(micro, index)
@@ -291,7 +290,7 @@ class BackwardPass:
                 total = loss if total is None else total + loss
             if exact is not None:
                 exact.apply()
-        if terms.ranks.is_alone and not self._graphs:
+        if terms.run.ranks.is_alone and not self._graphs:
             raise without_graph("fn")
         if self._parts:
             self.outputs = self._joined()
@@ -301,7 +300,7 @@ class BackwardPass:
         terms = self._terms
         loss, outputs = loss_and_outputs(self._fn(micro))
         # Other ranks wait for the collectives of this backward, so there must be one.
-        collectives = terms.ranks.collectives
+        collectives = terms.run.ranks.collectives
         sends = collectives == "every" or (collectives == "last" and index == self._indices[-1])
         (check_loss if sends else check_scalar)(loss, "fn")
         if outputs is not None:
@@ -315,14 +314,14 @@ class BackwardPass:
     def _joined(self) -> Any:
         """The outputs of all microbatches, in order; microbatches without weight run now, for theirs."""
         left = [index for index in range(len(self._plan)) if index not in self._indices]
-        if left and self._terms.ranks.collectives == "every":
+        if left and self._terms.run.ranks.collectives == "every":
             raise ValueError(
                 f"fn must return the loss alone where {len(left)} of {len(self._plan)} microbatches have no "
                 "weight under FSDP2, not (loss, outputs): they are not run"
             )
         with torch.no_grad():
             for index in left:
-                (micro,) = self._whole.fed([self._micros[index]], self._terms.device)
+                (micro,) = self._whole.fed([self._micros[index]], self._terms.run.device)
                 self._parts[index] = mapped(loss_and_outputs(self._fn(micro))[1], detached)
         if len(self._parts) < len(self._plan):
             raise ValueError(

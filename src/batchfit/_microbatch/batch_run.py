@@ -23,14 +23,13 @@ from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.data_parallel.interface import DataParallel, Outcome, PlannedPass, RankBatch
-from batchfit._engine.device.oom import Failure
-from batchfit._engine.device.readings import read, recover
+from batchfit._engine.device.oom import Failure, recover
+from batchfit._engine.device.tensors import check_loss, loss_and_outputs
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
-from batchfit._engine.sizing.memory_budget import whole_sentences
+from batchfit._engine.sizing.memory_budget import DeviceReading, whole_sentences
 from batchfit._engine.snapshot.batch_undo import BatchUndo
 from batchfit._engine.snapshot.coverage import GraphCheck, function_key, modules_held
 from batchfit._engine.torch_private.modules import BatchNorm
-from batchfit._engine.workload.checks import check_loss, loss_and_outputs
 from batchfit._microbatch.checks import brief
 from batchfit._microbatch.context import MicrobatchContext
 from batchfit.errors import BatchfitError, NothingFitsError
@@ -105,19 +104,14 @@ class MicrobatchCall(ABC):
 class PassTerms:
     """What a pass needs beside the user's function and the plan."""
 
-    device: torch.device | None
-    undo: BatchUndo
-    ranks: RankBatch
-    end: Callable[[], None]  # called at the end of a pass that ran; it may allocate
-    scaler: Any
+    run: BatchRun
     layers: Sequence[BatchNorm]  # whose running statistics are to be those of the full batch
     check_graph: GraphCheck | None
     watch: PassWatch | None
-    mark: Callable[[], None]  # after an OOM, what follows is undone to here
 
     def begin(self, index: int) -> None:
         """A microbatch begins."""
-        self.ranks.begin_microbatch()
+        self.run.ranks.begin_microbatch()
         if self.watch is not None:
             self.watch.begin(index)
 
@@ -132,19 +126,21 @@ class PassTerms:
         """Backward of a loss, which adds nothing without a graph; returns the loss, scaled and detached."""
         if check_graph is not None and loss.requires_grad:
             check_graph([loss])
-        share *= self.ranks.scale
+        share *= self.run.ranks.scale
         if share != 1.0:
             loss = loss * share
         if loss.requires_grad:
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            scaler = self.run.call.scaler
+            (loss if scaler is None else scaler.scale(loss)).backward()
         kept: torch.Tensor = loss.detach()
         return kept.float() if kept.dtype in _LOW_PRECISION else kept
 
     def end_with(self, loss: Any) -> Any:
         """End the pass; the loss as the user knows it."""
-        if loss is not None and self.ranks.scale != 1.0:
-            loss = loss / self.ranks.scale
-        self.end()
+        ranks = self.run.ranks
+        if loss is not None and ranks.scale != 1.0:
+            loss = loss / ranks.scale
+        ranks.end_pass(self.run)  # which may allocate
         return loss
 
 
@@ -153,6 +149,7 @@ class BatchRun:
     """One batch of one call; a `BatchWork` that the strategy for the ranks runs (`RankBatch.run`)."""
 
     undo: BatchUndo
+    ranks: RankBatch
 
     def __init__(
         self,
@@ -183,7 +180,7 @@ class BatchRun:
         """Run the batch, on this rank and together with the others."""
         context, call, ranks = self.context, self.call, self.context.ranks
         open_batch = ranks.batch if self._trains else ranks.evaluation
-        with open_batch(context.device) as self._rank_batch:
+        with open_batch(context.device) as self.ranks:
             call.check(ranks)
             fns = list(call.functions.values())
             opened = self.opened = context.open(self._batch, call.kind, fns, self._lengths)
@@ -194,7 +191,7 @@ class BatchRun:
             self.is_new_function = self._check is not None
             self._marks = None if self._trains else context.free_buffers(context.marks)
             with call.grad_mode(ranks), context.undoing(opened, leaves, call.scaler) as self.undo:
-                self.outcome = self._rank_batch.run(self)
+                self.outcome = self.ranks.run(self)
 
     def modules_held(self) -> Iterable[nn.Module]:
         return modules_held(self.call.functions.values())
@@ -255,7 +252,7 @@ class BatchRun:
         self._mark.restore()
 
     def mark(self) -> None:
-        """Microbatches so far stay: an OOM from here on is undone to here."""
+        """Microbatches so far stay: after an OOM, what follows is undone to here."""
         if not self._in_step:
             self._versions = self.whole.versions()
             self._mark = self.context.undoing(self.opened, [], None, self._marks)
@@ -263,7 +260,7 @@ class BatchRun:
     @property
     def _in_step(self) -> bool:
         """Whether all ranks run the same microbatches, and retry the whole batch together."""
-        return self._rank_batch.collectives == "every"
+        return self.ranks.collectives == "every"
 
     def _retry_loss(self, plan: Sequence[Piece], failure: Failure, *, is_second: bool) -> None:
         """An OOM in a loss over the whole batch: retry it once; smaller microbatches do not help it."""
@@ -299,7 +296,7 @@ class BatchRun:
 
     def check_collectives(self) -> None:
         """Refuse a new function that has had collectives of its own."""
-        self._rank_batch.check_collectives()
+        self.ranks.check_collectives()
 
     def is_proven(self) -> bool:
         if self.call.kind != "backward" or self.sized is None:
@@ -322,27 +319,19 @@ class BatchRun:
     def prepare(self, plan: Sequence[Piece]) -> MicrobatchPass | None:
         assert self.sized is not None
         terms = PassTerms(
-            device=self.device,
-            undo=self.undo,
-            ranks=self._rank_batch,
-            end=self._end_pass,
-            scaler=self.call.scaler,
+            self,
             layers=self._exact_layers(plan),
             check_graph=self._check_graph if self.is_new_function and not self._in_step else None,
             watch=self.sized.watch,
-            mark=self.mark,
         )
         made, self.weight = self.call.prepare(self.whole, plan, terms)
         if made is None:
-            self._end_pass()
+            self.ranks.end_pass(self)
         return made
-
-    def _end_pass(self) -> None:
-        self._rank_batch.end_pass(self)
 
     def _check_graph(self, losses: Iterable[torch.Tensor]) -> None:
         """Before the first backward of a new function: are all tensors known that get gradients?"""
-        self._rank_batch.check_collectives()
+        self.ranks.check_collectives()
         if self._check is not None:
             self._check(losses)
 
@@ -364,7 +353,7 @@ class BatchRun:
         return nullcontext() if self.sized is None else self.context.limits(self.sized)
 
     def shortage(self, what: str, message: str) -> NothingFitsError:
-        return self.context.memory.shortage(what, read(self.context.device).held_bytes, message)
+        return self.context.memory.shortage(what, DeviceReading.of(self.context.device).held_bytes, message)
 
     # --- passes of ranks that run the same number of microbatches (FSDP2)
 

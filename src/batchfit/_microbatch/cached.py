@@ -15,8 +15,8 @@ from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch, check_one
 from batchfit._engine.batch.structure import children, mapped
 from batchfit._engine.data_parallel.interface import DataParallel
+from batchfit._engine.device.tensors import check_loss, loss_and_outputs
 from batchfit._engine.snapshot import rng
-from batchfit._engine.workload.checks import check_loss, loss_and_outputs
 from batchfit._microbatch.backward import detached
 from batchfit._microbatch.batch_norm import ExactStatistics
 from batchfit._microbatch.batch_run import MicrobatchCall, PassTerms
@@ -98,7 +98,7 @@ class CachedBackwardPass:
         self.loss = self._terms.end_with(loss)
 
     def _in_one(self) -> torch.Tensor:
-        (micro,) = self._whole.fed(self._micros, self._terms.device)
+        (micro,) = self._whole.fed(self._micros, self._terms.run.device)
         representations = self._encode(micro)
         if self._whole.trimmer is not None:  # sorted by length: `loss_fn` gets the batch's own order
             representations = self._whole.joined([representations], self._plan, "encode's output")
@@ -120,12 +120,12 @@ class CachedBackwardPass:
         self.in_loss = False
         gradients = [tensor.grad for tensor in tensors_of(representations)]
         del representations
-        terms = self._terms
-        after = terms.undo.random_states()
-        terms.undo.restore_buffers()
+        terms, run = self._terms, self._terms.run
+        after = run.undo.random_states()
+        run.undo.restore_buffers()
         begin, graphs = [0] * len(gradients), 0
         with ExactStatistics(terms.layers) as exact:
-            for index, micro in enumerate(self._whole.fed(self._micros, terms.device)):
+            for index, micro in enumerate(self._whole.fed(self._micros, run.device)):
                 self.at = index
                 exact.next_microbatch()
                 _restore(states[index])
@@ -135,7 +135,7 @@ class CachedBackwardPass:
                 del micro
                 begin = [start + count for start, count in zip(begin, rows[index], strict=True)]
             exact.apply()
-        if terms.ranks.is_alone and not graphs and all(leaf.grad is None for leaf in terms.undo.leaves):
+        if run.ranks.is_alone and not graphs and all(leaf.grad is None for leaf in run.undo.leaves):
             raise ValueError(
                 "encode must return tensors that require grad, not ones without: is the model frozen, or its "
                 "output detached or made under torch.no_grad?"
@@ -147,9 +147,9 @@ class CachedBackwardPass:
         """All of them as leaves of a new graph, the rows of each chunk, and its random numbers."""
         outputs, rows, states = [], [], []
         with torch.no_grad():
-            for index, micro in enumerate(self._whole.fed(self._micros, self._terms.device)):
+            for index, micro in enumerate(self._whole.fed(self._micros, self._terms.run.device)):
                 self.at = index
-                states.append(self._terms.undo.random_states())
+                states.append(self._terms.run.undo.random_states())
                 outputs.append(self._encode(micro))
                 del micro
                 rows.append([tensor.size(0) if tensor.dim() else 0 for tensor in tensors_of(outputs[-1])])

@@ -20,7 +20,7 @@ from batchfit._engine.batch.trim import check_padding
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.distributed.fsdp import sharded_modules
 from batchfit._engine.snapshot import rng
-from batchfit._engine.snapshot.parallel import is_parallel
+from batchfit._engine.snapshot.contents import is_parallel
 from batchfit.errors import BatchfitError
 
 _ALONE = "one rank alone that retries would leave the others waiting"

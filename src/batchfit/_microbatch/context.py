@@ -24,8 +24,9 @@ from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import attention_without_plans
 from batchfit._engine.batch.user_split import Cutter
 from batchfit._engine.data_parallel.interface import DataParallel
+from batchfit._engine.device.device import Device
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.oom import run_twice
-from batchfit._engine.device.resolve import CudaDevice, Device
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.sizing.interface import SizedBatch
 from batchfit._engine.sizing.ragged import RaggedSizer

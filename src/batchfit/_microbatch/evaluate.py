@@ -43,7 +43,7 @@ class MapCall(MicrobatchCall):
         return float(whole.length)
 
     def prepare(self, whole: Batch, plan: Sequence[Piece], terms: PassTerms) -> tuple[ForwardPass, float]:
-        if terms.ranks.collectives == "every":  # ranks retry the whole batch together
+        if terms.run.ranks.collectives == "every":  # ranks retry the whole batch together
             self._outputs.clear()
             self.done.clear()
         return ForwardPass(self._fn, whole, plan, terms, self._outputs, self.done), float(whole.length)
@@ -94,9 +94,9 @@ class ForwardPass:
     def __call__(self) -> None:
         terms = self._terms
         micros = self._whole.micros(self._plan, self._done)
-        for index, micro in enumerate(self._whole.fed(micros, terms.device)):
+        for index, micro in enumerate(self._whole.fed(micros, terms.run.device)):
             self.at = index
-            terms.mark()
+            terms.run.mark()
             terms.begin(index)
             output = self._fn(micro)
             terms.ended(index)  # nothing is out of memory once the microbatch is done

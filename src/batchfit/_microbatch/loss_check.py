@@ -24,12 +24,11 @@ from torch import nn
 
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.device.oom import run_guarded
-from batchfit._engine.device.readings import recover
-from batchfit._engine.device.resolve import Device
+from batchfit._engine.device.device import Device
+from batchfit._engine.device.oom import recover, run_guarded
+from batchfit._engine.device.tensors import loss_and_outputs
 from batchfit._engine.snapshot.coverage import loss_key
 from batchfit._engine.torch_private.modules import BatchNorm, Dropout
-from batchfit._engine.workload.checks import loss_and_outputs
 from batchfit._microbatch.pure.loss_kind import (
     Join,
     Kind,

@@ -22,7 +22,8 @@ from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.sample_count import Count
 from batchfit._engine.batch.user_split import Cutter, Split
 from batchfit._engine.data_parallel.strategy import data_parallel_of
-from batchfit._engine.device.resolve import Device, check_budget, resolve_device
+from batchfit._engine.device.device import Device, check_budget
+from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.optimizer_step.step import step
 from batchfit._engine.sizing.memory_budget import MemoryBudget, owned_bytes

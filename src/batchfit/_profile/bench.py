@@ -23,8 +23,7 @@ from typing import Any, Self, TypeVar, final
 from torch import nn
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.readings import counts_memory
-from batchfit._engine.device.resolve import Device, Peaks
+from batchfit._engine.device.device import Device, Peaks, counts_memory
 from batchfit._engine.device.tensors import trained_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from batchfit._engine.batch.sources import Longest, Repeated
-from batchfit._engine.device.resolve import CudaDevice
-from batchfit._engine.snapshot.parallel import is_parallel
+from batchfit._engine.device.gpu import CudaDevice
+from batchfit._engine.snapshot.contents import is_parallel
 from batchfit._profile.bench import Bench
 from batchfit._profile.model_inputs import watched_inputs
 from batchfit._profile.pure.diagnose import MAKING, BatchFrom, Facts, Loaded, ShapeTimes, diagnose, ms

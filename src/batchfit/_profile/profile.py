@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 import batchfit
-from batchfit._engine.device.device import usable_bytes
+from batchfit._engine.device.device import Device, usable_bytes
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.oom import needs_two_samples
-from batchfit._engine.device.resolve import CudaDevice, Device, DeviceSpec, device_to_run
+from batchfit._engine.device.resolve import DeviceSpec, device_to_run
 from batchfit._engine.device.tensors import ram_bytes
 from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._profile.bench import Bench

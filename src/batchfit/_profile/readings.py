@@ -19,7 +19,8 @@ import torch
 
 from batchfit._engine.batch.sample_count import BatchReader
 from batchfit._engine.batch.structure import parts, sized
-from batchfit._engine.device.resolve import CudaDevice, Device
+from batchfit._engine.device.device import Device
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._profile.model_inputs import batch_shapes
 
 log = logging.getLogger("batchfit")

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import final
 
 from batchfit._charts.throughput_page import format_rate
-from batchfit._engine.device.readings import counts_memory
-from batchfit._engine.device.resolve import CpuDevice
+from batchfit._engine.device.device import CpuDevice, counts_memory
 from batchfit._engine.torch_private.dynamo import DEFAULT_LIMIT, is_compiled_model, recompile_limit
 from batchfit._profile.bench import Bench
 from batchfit._profile.timing import TimedRun

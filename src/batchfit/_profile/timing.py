@@ -19,8 +19,9 @@ from typing import Any, Literal, final
 
 import torch
 
-from batchfit._engine.device.readings import begin_peak, counts_memory
-from batchfit._engine.device.resolve import CudaDevice, Device, Peaks
+from batchfit._engine.device.device import Device, Peaks, counts_memory
+from batchfit._engine.device.gpu import CudaDevice
+from batchfit._engine.sizing.memory_budget import begin_peak
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.torch_private.dynamo import compilations
 from batchfit._engine.trial.guarded_steps import (

@@ -33,7 +33,8 @@ import torch
 
 from batchfit._arguments import MOST_STEPS, check_callback, check_flag, check_whole
 from batchfit._engine.device import oom
-from batchfit._engine.device.resolve import Device, DeviceSpec, resolve_device
+from batchfit._engine.device.device import Device
+from batchfit._engine.device.resolve import DeviceSpec, resolve_device
 from batchfit._engine.distributed.collectives import is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._engine.snapshot.snapshot import Snapshot

@@ -33,9 +33,10 @@ import torch
 
 from batchfit import errors
 from batchfit._engine.device import oom
-from batchfit._engine.device.device import usable_bytes
-from batchfit._engine.device.readings import recover
-from batchfit._engine.device.resolve import CudaDevice, Device, XpuDevice, device_to_run
+from batchfit._engine.device.device import Device, usable_bytes
+from batchfit._engine.device.gpu import CudaDevice, XpuDevice
+from batchfit._engine.device.oom import recover
+from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import ram_bytes
 from batchfit._engine.distributed.ranks import Ranks, join_launched
 from batchfit._engine.snapshot.rng import global_states

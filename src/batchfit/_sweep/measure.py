@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.readings import recover
+from batchfit._engine.device.oom import recover
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.workload import loop

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from batchfit._engine.device.resolve import Device
+from batchfit._engine.device.device import Device
 from batchfit._knobs import Configuration
 from batchfit._sweep.pure.estimates import EstimateFunction
 from batchfit._sweep.pure.events import OnEvent, SweepEvent

@@ -716,7 +716,7 @@ class TestWatch:
 
     def test_whose_error_it_is(self) -> None:
         """Told by the trial's note, so that an asynchronous device error is the user's too."""
-        from batchfit._engine.device.resolve import CpuDevice
+        from batchfit._engine.device.device import CpuDevice
         from batchfit._engine.workload.user_errors import raised_by_step
 
         def broken(self: CpuDevice) -> None:

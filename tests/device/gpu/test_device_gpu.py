@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from batchfit._engine.device import gpu as caching_memory
-from batchfit._engine.device.resolve import CudaDevice, KnownDevice, known_devices, resolve_device
+from batchfit._engine.device.gpu import CudaDevice
+from batchfit._engine.device.resolve import KnownDevice, known_devices, resolve_device
 
 pytestmark = pytest.mark.gpu
 

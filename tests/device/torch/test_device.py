@@ -18,20 +18,17 @@ from torch_private import C, subclass
 
 from batchfit._engine.device import gpu as caching_memory
 from batchfit._engine.device import resolve as device_module
-from batchfit._engine.device.device import Ram, physical_bytes, read_ram
-from batchfit._engine.device.gpu import fraction_of, is_capped
-from batchfit._engine.device.resolve import (
+from batchfit._engine.device.device import (
     CpuDevice,
-    CudaDevice,
     Device,
-    KnownDevice,
-    MpsDevice,
     Peaks,
-    XpuDevice,
+    Ram,
     check_budget,
-    known_devices,
-    resolve_device,
+    physical_bytes,
+    read_ram,
 )
+from batchfit._engine.device.gpu import CudaDevice, MpsDevice, XpuDevice, fraction_of, is_capped
+from batchfit._engine.device.resolve import KnownDevice, known_devices, resolve_device
 from batchfit._engine.device.tensors import own_bytes
 from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import BatchfitError

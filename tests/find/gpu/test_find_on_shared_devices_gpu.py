@@ -20,7 +20,8 @@ from torch import nn
 
 import batchfit
 from batchfit._engine.device import gpu
-from batchfit._engine.device.resolve import CudaDevice, known_devices, resolve_device
+from batchfit._engine.device.gpu import CudaDevice
+from batchfit._engine.device.resolve import known_devices, resolve_device
 from batchfit._find import driver as trials_module
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from test_line import peak
+from test_by_line import peak
 from test_search import play
 
 from batchfit._find.pure.search import Search

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import batchfit
 from batchfit._engine.device import gpu as caching_memory
-from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.trial import guarded_steps
 from batchfit._engine.trial import in_process as here_module
 from batchfit._engine.trial.in_process import FrozenGarbage

@@ -860,17 +860,29 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_one_that_was_never_stopped(
     how: dict[str, Any] = {"schedule": schedule, "lr": None if schedule is None else "linear", "find": False}
     given = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2}
 
-    def new(folder: str) -> Any:
-        trainer = Trainer(gpt2(dropout=0.1), arguments(tmp_path / folder, **given), train_dataset=Tokens())
-        return adapt(trainer, **how)
+    def plain(folder: str) -> Any:
+        return Trainer(gpt2(dropout=0.1), arguments(tmp_path / folder, **given), train_dataset=Tokens())
 
-    whole = new("whole")
+    def resumed(trainer: Any, folder: str) -> Any:
+        trainer.train(resume_from_checkpoint=str(tmp_path / folder / f"checkpoint-{stop}"))
+        return trainer
+
+    def equal(one: Any, other: Any) -> bool:
+        return torch.equal(parameters_of(one.model), parameters_of(other.model))
+
+    whole = adapt(plain("whole"), **how)
     whole.train()
-    resumed = new("resumed")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{stop}"))
-    assert resumed.state.global_step == whole.state.global_step
-    assert resumed.state.epoch == whole.state.epoch
-    assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+    again = resumed(adapt(plain("resumed"), **how), "whole")
+    assert again.state.global_step == whole.state.global_step
+    assert again.state.epoch == whole.state.epoch
+    if schedule is None and not equal(again, whole):
+        never = plain("never stopped")
+        never.train()
+        if not equal(resumed(plain("plain"), "never stopped"), never):
+            pytest.skip(
+                "a plain Trainer beside this Accelerate differs after a checkpoint, too (seen with 1.10)"
+            )
+    assert equal(again, whole)
 
 
 @pytest.mark.skipif(

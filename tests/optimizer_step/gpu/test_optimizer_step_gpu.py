@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch_private import gpu_sleep
 
-from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.optimizer_step import step as stepping
 from batchfit._engine.optimizer_step.step import step
 from batchfit.errors import StepInterruptedError

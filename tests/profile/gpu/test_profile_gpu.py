@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._profile.readings import busy_time
 
 pytestmark = pytest.mark.gpu

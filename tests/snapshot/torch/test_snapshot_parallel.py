@@ -8,6 +8,7 @@ import pytest
 import torch
 from state_judge import Fault, World, fingerprint, noise, raw, repeat, seeded
 from torch import nn
+from torch_private import take_away_fsdp2_reset
 
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.torch_private import fsdp2
@@ -103,11 +104,30 @@ def test_parallel_modules_that_finish_their_steps(name: str, warm: int) -> None:
     assert facts(world) == facts(plain)
 
 
+@pytest.fixture
+def _our_reset() -> Iterator[None]:
+    give_back = take_away_fsdp2_reset()
+    yield
+    give_back()
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("warm", [0, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_parallel_modules_that_stop_in_the_middle(name: str, warm: int) -> None:
     """Both remember the step they were in: DDP then refuses the next one, FSDP2 gets it wrong."""
+    stop_in_the_middle(name, warm)
+
+
+@runs_fsdp2
+@pytest.mark.usefixtures("one_process", "_our_reset")
+@pytest.mark.parametrize("warm", [0, 2])
+def test_fsdp2_that_stops_in_the_middle_before_torch_could_reset_it(warm: int) -> None:
+    stop_in_the_middle("fsdp2", warm)
+
+
+def stop_in_the_middle(name: str, warm: int) -> None:
+    """Fail every third operation of a step, restore, and go on as if nothing had failed."""
     make, facts = PARALLEL[name]
     plain = seeded(make, warm=warm + 2)
     world = seeded(make, warm=warm)
@@ -130,9 +150,7 @@ def test_parallel_modules_that_stop_in_the_middle(name: str, warm: int) -> None:
 @runs_fsdp2
 @pytest.mark.usefixtures("one_process")
 def test_a_torch_that_cannot_reset_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-    monkeypatch.delattr(FSDPState, "_reset_iter_state", raising=False)
+    monkeypatch.setattr(fsdp2, "can_reset", lambda: False)
     world = seeded(sharded_world, warm=1)
     snapshot = Snapshot.take(world.state)
     before = sharded_facts(world)

@@ -27,7 +27,7 @@ from batchfit._cli.commands.find import find_target
 from batchfit._cli.commands.find_answer import facts, format_age
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.traced import Delivery, TargetCall
-from batchfit._engine.device.resolve import CpuDevice
+from batchfit._engine.device.device import CpuDevice
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.key import rank_digest
 from batchfit._engine.store.sqlite import Store

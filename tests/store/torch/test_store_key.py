@@ -24,7 +24,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import batchfit
-from batchfit._engine.device.resolve import CpuDevice, CudaDevice, MpsDevice
+from batchfit._engine.device.device import CpuDevice
+from batchfit._engine.device.gpu import CudaDevice, MpsDevice
 from batchfit._engine.store.key import (
     NoKeyError,
     described,

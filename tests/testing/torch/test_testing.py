@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import batchfit._engine.trial.trial
 import batchfit.testing
 from batchfit._engine.device import oom
-from batchfit._engine.device.resolve import Device, Peaks, resolve_device
+from batchfit._engine.device.device import Device, Peaks
+from batchfit._engine.device.resolve import resolve_device
 from batchfit.testing import (
     _OOM_TEXTS,
     FakeDevice,

@@ -16,7 +16,7 @@ def test_a_refusal_names_the_version_what_is_lost_and_what_to_do(monkeypatch: py
     with pytest.raises(SnapshotError) as raised:
         raise needs.FSDP2_RESET.refusal(SnapshotError)
     assert str(raised.value) == (
-        "a retry after a step that failed inside FSDP2 needs torch 2.13 or later, and this is 2.6.0: FSDP2 "
+        "a retry after a step that failed inside FSDP2 needs torch 2.8 or later, and this is 2.6.0: FSDP2 "
         "stays in the middle of that step, and cannot be reset. Install a newer torch, or begin with a size "
         "that fits"
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_private import take_away_fsdp2_reset
 
 from batchfit import Microbatcher
 from batchfit._engine.data_parallel.fsdp_models import Shards
@@ -86,8 +87,20 @@ def test_a_model_is_read() -> None:
     assert not fsdp2.reduces(group)
 
 
+@pytest.fixture(params=["of torch", "ours"])
+def _each_reset(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways to reset FSDP2; before torch 2.13 ours is the only one."""
+    give_back = take_away_fsdp2_reset() if request.param == "ours" else lambda: None
+    lost = not fsdp2.can_reset()
+    if not lost:
+        yield
+    give_back()
+    if lost:
+        pytest.skip(f"torch {torch.__version__} needs no reset of ours, or has none")
+
+
 @needs_cpu
-@pytest.mark.skipif(not fsdp2.can_reset(), reason=f"torch {torch.__version__} cannot reset FSDP2")
+@pytest.mark.usefixtures("_each_reset")
 def test_a_reset_brings_it_to_rest_and_the_next_gradients_are_right() -> None:
     x = torch.linspace(-1, 1, 6).view(2, 3)
     plain, model = sharded_model(), sharded_model()
@@ -96,10 +109,32 @@ def test_a_reset_brings_it_to_rest_and_the_next_gradients_are_right() -> None:
         one.zero_grad()
     fail_in_backward(model, x)
     assert not fsdp2.at_rest(model)
-    assert fsdp2.has_reset(model)
     fsdp2.reset(model)
     assert fsdp2.at_rest(model)
     model.zero_grad()
+    for one in (plain, model):
+        one(x).sum().backward()
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@needs_cpu
+@pytest.mark.usefixtures("_each_reset")
+def test_a_first_step_that_failed_while_fsdp2_was_made_ready() -> None:
+    """It does that once, when the root first runs, and would not do the rest in the next step."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    plain, model = sharded_model(), sharded_model()
+    (group,) = fsdp2.groups(model[2])
+    make_ready = group.lazy_init
+
+    def fails() -> None:
+        group.lazy_init = make_ready
+        raise ArithmeticError
+
+    group.lazy_init = fails
+    with pytest.raises(ArithmeticError):
+        model(x)
+    fsdp2.reset(model)
     for one in (plain, model):
         one(x).sum().backward()
     for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
@@ -163,7 +198,7 @@ def test_a_factor_is_read_or_refused_and_never_assumed() -> None:
     # torch 2.6: none was asked for; one was, which cannot be read; and a torch that keeps it elsewhere.
     assert fsdp2.divide_factor(SimpleNamespace(reduce_scatter_reduce_op=None)) is None
     for group in (SimpleNamespace(reduce_scatter_reduce_op=object()), SimpleNamespace()):
-        with pytest.raises(BatchfitError, match=r"factor of your own needs torch 2\.13 or later"):
+        with pytest.raises(BatchfitError, match=r"factor of your own needs torch 2\.8 or later"):
             fsdp2.divide_factor(group)
 
 
@@ -171,12 +206,22 @@ def test_a_cpu_that_fsdp2_cannot_run_on_is_refused(monkeypatch: pytest.MonkeyPat
     model = sharded_model()
     monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
     assert not fsdp2.runs_on_cpu()
-    with pytest.raises(BatchfitError, match=r"FSDP2 on a CPU needs torch 2\.13 or later.*shard on GPUs"):
+    with pytest.raises(BatchfitError, match=r"FSDP2 on a CPU needs torch 2\.8 or later.*shard on GPUs"):
         Microbatcher(model).backward(lambda x: model(x).sum(), torch.ones(2, 3))
 
 
 def test_names_that_are_gone_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2, "_NAMES", (*fsdp2._NAMES, ("_fsdp_param", "FSDPParam", "no_such_name")))
     assert fsdp2.missing() == ["FSDPParam.no_such_name"]
-    monkeypatch.setattr(fsdp2, "_NAMES", (("_gone", "FSDPState", "_is_root"),))
-    assert fsdp2.missing() == ["FSDPState._is_root"]
+
+
+def test_a_reset_without_its_names_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither torch's nor ours: a failed step is then refused."""
+    more = (*fsdp2._RESET_NAMES, ("_fsdp_state", "FSDPState", "no_such_name"))
+    monkeypatch.setattr(fsdp2, "_RESET_NAMES", more)
+    monkeypatch.setattr(fsdp2, "lost_to_reset", fsdp2.lost_to_reset.__wrapped__)
+    give_back = take_away_fsdp2_reset()
+    lost, can = fsdp2.lost_to_reset(), fsdp2.can_reset()
+    give_back()
+    assert "FSDPState.no_such_name" in lost
+    assert not can

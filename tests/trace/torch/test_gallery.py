@@ -43,7 +43,8 @@ OTHER_KERNELS = {
     "ppo": "the same",
     "several_losses": "the same",
     "vae": "the same",
-    "channels_last": "what a convolution takes for itself",
+    "channels_last": "the workspace of a convolution",
+    "embeddings": "the workspace of a bf16 convolution, on some CPUs",
 }
 # Which a random number makes another each time, and whose gradients cuDNN keeps in one piece.
 OTHERWISE_HELD = {"stochastic_depth", "teacher_forcing"}

@@ -38,7 +38,8 @@ def test_the_answer_is_that_of_a_search_in_this_process_and_memory_is_back() -> 
     while torch.cuda.mem_get_info()[0] < free - 64 * MIB:
         assert time.monotonic() < deadline, "the memory of a child is still taken"
         time.sleep(0.05)
-    here = batchfit.find_batch_size(gpu_targets.small_net(), budget="2GiB")
+    # Nothing is predicted for a child, and a search that begins with a prediction ends up to 3 % higher.
+    here = batchfit.find_batch_size(gpu_targets.small_net(), budget="2GiB", predict=False)
     assert apart.device == here.device
     assert apart.sustained
     assert abs(apart.batch_size - here.batch_size) <= 0.03 * here.batch_size

@@ -14,7 +14,8 @@ import torch
 from fake_cuda import FakeCuda, MiB
 from torch import nn
 
-from batchfit._engine.device.resolve import CpuDevice, CudaDevice
+from batchfit._engine.device.device import CpuDevice
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.tensors import optimizers_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.trial import run_trial

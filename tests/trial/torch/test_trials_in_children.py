@@ -112,9 +112,8 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("name", "outcome", "words"),
         [
-            pytest.param(
-                "SIGKILL", "killed", "was killed (SIGKILL", marks=pytest.mark.slow
-            ),  # TestOutput too
+            # TestOutput has this one too.
+            pytest.param("SIGKILL", "killed", "was killed (SIGKILL", marks=pytest.mark.slow),
             pytest.param("SIGILL", "killed", "was ended by SIGILL", marks=pytest.mark.slow),
             pytest.param("exit", "killed", "exited by itself with code 3", marks=pytest.mark.slow),
             pytest.param(

@@ -101,7 +101,8 @@ def test_memory_grows_with_prompt_answer_and_beams(make: Callable[[], Any]) -> N
 
     base = of()
     assert of(prompt=96) > 2 * base
-    assert of(num_beams=4) > 2 * base
+    # 1.8 times for T5 of transformers 4.57: its eager attention keeps scores, and the encoder has no beams.
+    assert of(num_beams=4) > 1.5 * base
     assert of(prompt=4, new=100) > 1.5 * of(prompt=4)  # the cache at its longest
 
 

@@ -32,8 +32,8 @@ from batchfit._engine.data_parallel.single import SINGLE_PROCESS, SingleProcessB
 from batchfit._engine.data_parallel.step_vote import STEP, RankStep
 from batchfit._engine.data_parallel.steps_taken import StepsTaken, digest
 from batchfit._engine.device import oom
+from batchfit._engine.device.device import Device
 from batchfit._engine.device.oom import run_twice
-from batchfit._engine.device.resolve import Device
 from batchfit._engine.distributed.collectives import begun_since, counts
 from batchfit._engine.distributed.ranks import Ranks, broken
 from batchfit._engine.snapshot.batch_undo import BatchUndo

@@ -33,9 +33,8 @@ from batchfit._engine.data_parallel.interface import BatchWork, Collectives, Out
 from batchfit._engine.data_parallel.pure.protocol import InStep, Offer, PassVote, settle_offers, settle_pass
 from batchfit._engine.data_parallel.rank_errors import give_up, in_collectives
 from batchfit._engine.data_parallel.step_vote import RankStep
-from batchfit._engine.device import readings
-from batchfit._engine.device.oom import Failure, run_guarded, run_twice
-from batchfit._engine.device.resolve import Device
+from batchfit._engine.device.device import Device
+from batchfit._engine.device.oom import Failure, recover, run_guarded, run_twice
 from batchfit._engine.distributed.collectives import CollectiveCall as Sent
 from batchfit._engine.distributed.collectives import (
     StepSends,
@@ -263,7 +262,7 @@ class FsdpBatch:
                 return PassVote(), None, None
             text = failure.message if failure is not None else f"{type(kept).__name__}: {kept}"
             work.undo.restore()
-            readings.recover(self._device)
+            recover(self._device)
             is_reset = self._all.models.reset()
             _send_zeros(sends, run.count, begun_since(before))
         return PassVote("raised" if failure is None else "oom", text[:500], is_reset), failure, kept

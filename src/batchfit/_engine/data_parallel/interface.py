@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from batchfit._engine.batch.pure.pieces import Piece
     from batchfit._engine.data_parallel.step_vote import RankStep
+    from batchfit._engine.device.device import Device
     from batchfit._engine.device.oom import Failure
-    from batchfit._engine.device.resolve import Device
     from batchfit._engine.snapshot.batch_undo import BatchUndo
     from batchfit.errors import NothingFitsError
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from batchfit._engine.data_parallel.interface import BatchWork, Collectives, Outcome
-    from batchfit._engine.device.resolve import Device
+    from batchfit._engine.device.device import Device
 
 
 @final

@@ -198,6 +198,11 @@ class CpuDevice:
         return memory
 
 
+def counts_memory(device: Device) -> bool:
+    """Whether the device's memory can be read now: a CPU's only under `virtual_memory`."""
+    return not isinstance(device, CpuDevice) or active() is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Ram:
     """The machine's RAM, as far as this process may use it."""

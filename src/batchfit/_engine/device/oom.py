@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -22,9 +23,8 @@ from typing import Final, Literal, NamedTuple, TypeVar, final
 
 import torch
 
-from batchfit._engine.device.device import CpuDevice, Device
+from batchfit._engine.device.device import CpuDevice, Device, counts_memory
 from batchfit._engine.device.gpu import CudaDevice
-from batchfit._engine.device.readings import recover
 from batchfit.errors import NothingFitsError
 
 T = TypeVar("T")
@@ -314,6 +314,14 @@ def run_twice(
     if failure is not None:
         raise failed(failure.message)
     return answer[0]
+
+
+def recover(device: Device) -> None:
+    """Release what a failed call left: cycles, cast copies of weights, cached blocks."""
+    torch.clear_autocast_cache()
+    gc.collect()
+    if counts_memory(device):
+        device.reset()
 
 
 def _is_host(message: str, device: Device) -> bool:

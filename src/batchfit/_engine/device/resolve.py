@@ -4,8 +4,6 @@ Rules:
 - A wrong device is a `ValueError` that lists those which are there, before anything is allocated on one.
 - A device that torch cannot reach is never guessed at: MIG slices and hidden GPUs are chosen with
   `CUDA_VISIBLE_DEVICES`, before the program starts, and the error says so.
-
-What a device can do is in `device.py` and `gpu.py`; their names are here too, for modules that need both.
 """
 
 from __future__ import annotations
@@ -18,23 +16,9 @@ from typing import Any
 
 import torch
 
-from batchfit._engine.device.device import CpuDevice, Device, Peaks, check_budget, read_ram
+from batchfit._engine.device.device import CpuDevice, Device, read_ram
 from batchfit._engine.device.gpu import CudaDevice, MpsDevice, XpuDevice
 from batchfit._engine.device.tensors import tensors_in
-
-__all__ = [
-    "CpuDevice",
-    "CudaDevice",
-    "Device",
-    "DeviceSpec",
-    "KnownDevice",
-    "MpsDevice",
-    "Peaks",
-    "XpuDevice",
-    "check_budget",
-    "known_devices",
-    "resolve_device",
-]
 
 # How a device can be named: "cuda:1", 1 or "1", "GPU-8932f937", torch.device("cuda", 1).
 DeviceSpec = str | int | torch.device

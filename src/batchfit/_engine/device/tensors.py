@@ -1,4 +1,4 @@
-"""What the objects of a program hold: tensors and their bytes."""
+"""The tensors of a program: what its objects hold, their bytes, and the loss that its functions return."""
 
 from __future__ import annotations
 
@@ -126,3 +126,34 @@ def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[s
             if below:
                 waiting.extend(reversed(below.values()))
     return list(leaves.values()), tables, list(modules.values())
+
+
+def check_loss(loss: Any, name: str) -> None:
+    """Refuse what the user's function `name` returned where it is no scalar tensor that requires grad."""
+    check_scalar(loss, name)
+    if not loss.requires_grad:
+        raise without_graph(name)
+
+
+def check_scalar(loss: Any, name: str) -> None:
+    """Refuse a loss that is no scalar tensor; one without a graph may be that of masked samples only."""
+    if not isinstance(loss, torch.Tensor):
+        hint = " (return its .loss)" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
+        raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}{hint}")
+    if loss.numel() != 1:
+        raise ValueError(f"{name} must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
+
+
+def without_graph(name: str) -> ValueError:
+    """The error where nothing that the user's function `name` returned has a graph."""
+    return ValueError(
+        f"{name} must return a loss that requires grad, not one without: is the model frozen, or the "
+        "loss detached or made under torch.no_grad?"
+    )
+
+
+def loss_and_outputs(found: Any) -> tuple[Any, Any]:
+    """What the user's function returned: its loss, and the outputs beside it (None: it returned no pair)."""
+    if type(found) is tuple and len(found) == 2:
+        return found
+    return found, None

@@ -2,6 +2,7 @@
 
 Rules
 - One reading of the device per batch, at its beginning. Nothing synchronizes unless there was an OOM.
+- A device is read around passes with as little as that takes.
 - Where tensors that are no part of the batch hold all that may be used, no size is run.
 - The models' own memory (weights, gradients, buffers) is counted apart from that of other tensors.
 """
@@ -10,19 +11,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.device import readings
-from batchfit._engine.device.readings import DeviceReading
-from batchfit._engine.device.resolve import CudaDevice, Device
+from batchfit._engine.device import oom
+from batchfit._engine.device.device import CpuDevice, Device, counts_memory
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.tensors import leaves_of
+from batchfit._engine.virtual_memory.memory import active
 from batchfit._units import format_bytes
 from batchfit.errors import NothingFitsError
 
 _OTHERS = "Free other tensors (optimizer state counts too), or raise the budget."
+
+
+class DeviceReading(NamedTuple):
+    """A device's live bytes and allocation retries; None where they are not counted."""
+
+    held_bytes: int | None
+    retries: int | None
+
+    @classmethod
+    def of(cls, device: Device) -> DeviceReading:
+        """Live bytes now and allocation retries so far: tens of microseconds, no synchronization."""
+        if isinstance(device, CudaDevice):
+            # Not `memory_stats`, which flattens the same table in Python (100 us).
+            stats: Any = torch.cuda.memory_stats_as_nested_dict(device.index)
+            if not stats:  # nothing has been allocated there so far
+                return cls(0, 0)
+            held = int(stats["allocated_bytes"]["all"]["current"])
+            return cls(held, int(stats.get("num_alloc_retries", 0)))
+        if not counts_memory(device):
+            return cls(None, None)
+        return cls(device.held_bytes(), device.alloc_retries())
+
+
+def begin_peak(device: Device) -> None:
+    """Begin a new peak; unlike `Device.reset`, the cache stays."""
+    if isinstance(device, CudaDevice):
+        torch.cuda.reset_peak_memory_stats(device.index)
+    elif isinstance(device, CpuDevice):
+        memory = active()
+        if memory is not None:
+            memory.reset_peak()
+    else:
+        device.reset()
+
+
+def peak_since_begun(device: Device) -> int | None:
+    """The most that was live since `begin_peak`; None where it is not counted."""
+    return device.peaks().allocated_bytes if counts_memory(device) else None
 
 
 @final
@@ -41,7 +81,7 @@ class MemoryBudget:
 
     def begin_batch(self) -> DeviceReading:
         """Read the device once for a new batch, and report the last batch's allocation retries."""
-        reading = readings.read(self.device)
+        reading = DeviceReading.of(self.device)
         before, self._retries = self._retries, reading.retries
         if self.after_batch is not None and before is not None and reading.retries is not None:
             self.after_batch(reading.retries - before)
@@ -49,12 +89,12 @@ class MemoryBudget:
 
     def recover(self) -> DeviceReading:
         """Release what a failed pass left, and read the device."""
-        readings.recover(self.device)
+        oom.recover(self.device)
         return self.ignore_retries()
 
     def ignore_retries(self) -> DeviceReading:
         """Read the device; allocation retries so far do not count for this batch (an OOM is a retry too)."""
-        reading = readings.read(self.device)
+        reading = DeviceReading.of(self.device)
         self._retries = reading.retries
         return reading
 
@@ -76,7 +116,7 @@ class MemoryBudget:
             yield
             return
         with self.device.limit(min(self.budget_bytes, self.device.total_bytes())):
-            held = readings.read(self.device).held_bytes
+            held = DeviceReading.of(self.device).held_bytes
             if held is not None and held >= self.budget_bytes:
                 raise self.shortage(f"a batch of {whole.length}, {whole.shape.key}", held)
             yield

@@ -25,11 +25,10 @@ from batchfit._engine.batch.padding import Layout, Lengths, Side
 from batchfit._engine.batch.pure.pieces import PaddedShape, Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import Trimmer
-from batchfit._engine.device import readings
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.oom import Failure, run_guarded, run_twice
-from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.sizing.interface import Pass, PassWatch
-from batchfit._engine.sizing.memory_budget import MemoryBudget
+from batchfit._engine.sizing.memory_budget import DeviceReading, MemoryBudget, begin_peak, peak_since_begun
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
 from batchfit._engine.sizing.pure.pack import MULTIPLE, SeenShapes, pack
 from batchfit._engine.sizing.pure.sizes import EventLog
@@ -215,15 +214,15 @@ class RaggedBatch:
         self._held_before = None
         if self._is_read(index):
             device = self.sizer.memory.device
-            readings.begin_peak(device)
-            self._held_before = readings.read(device).held_bytes
+            begin_peak(device)
+            self._held_before = DeviceReading.of(device).held_bytes
 
     def end(self, index: int) -> None:
         """It ran."""
         held, device = self._held_before, self.sizer.memory.device
         if held is None or self.held_bytes is None:
             return
-        peak, after = readings.peak(device), readings.read(device).held_bytes
+        peak, after = peak_since_begun(device), DeviceReading.of(device).held_bytes
         if peak is None or after is None:
             return
         known, extent = self.known, self.planned[index].padded_shape

@@ -18,11 +18,10 @@ import torch
 
 from batchfit._engine.batch.pure.pieces import Piece, Shape
 from batchfit._engine.batch.split import Batch, pieces
-from batchfit._engine.device import readings
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.oom import Failure, run_guarded
-from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.sizing.interface import Pass
-from batchfit._engine.sizing.memory_budget import MemoryBudget
+from batchfit._engine.sizing.memory_budget import DeviceReading, MemoryBudget, begin_peak, peak_since_begun
 from batchfit._engine.sizing.pure.sizes import Bounds, EventKind, EventLog, Learned, balanced, equal
 from batchfit._engine.torch_private.dynamo import compilations, recompile_limit
 
@@ -213,7 +212,7 @@ class UniformBatch:
         if self.held_bytes is None:  # the device cannot be read: the size that the user has asked for
             return
         memory = self.sizer.memory
-        free_bytes = memory.free_bytes(readings.read(memory.device), fresh=True)
+        free_bytes = memory.free_bytes(DeviceReading.of(memory.device), fresh=True)
         most = self.bounds.most(None if free_bytes is None else int(free_bytes * (1 - headroom)))
         known = self.bounds.good
         self.size = min(self.size, max(1, known, min(4 * known, 2 * known if most is None else most)))
@@ -224,7 +223,7 @@ class UniformBatch:
     def attempt(self, run: Pass) -> Failure | None:
         device, is_new = self.sizer.memory.device, self.is_new()
         if is_new:
-            readings.begin_peak(device)
+            begin_peak(device)
 
         def note() -> str:
             if run.at < 0:
@@ -233,7 +232,7 @@ class UniformBatch:
 
         failure = run_guarded(run, device=device, last=self.size == 1, note=note)
         if failure is None and is_new:
-            self.peak_bytes = readings.peak(device)
+            self.peak_bytes = peak_since_begun(device)
         return failure
 
     def shrink(self, failure: Failure, at: int) -> None:

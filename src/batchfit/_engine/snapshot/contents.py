@@ -26,6 +26,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.torch_private.modules import scripted
 
@@ -387,6 +388,18 @@ def is_record(value: Any) -> bool:
         return True
     ours = kind.__module__.partition(".")[0] == "batchfit"
     return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict") and not ours
+
+
+def is_iterator(value: Any) -> bool:
+    """A built-in iterator or one of a library in C; one with attributes is restored by these."""
+    return isinstance(value, Iterator) and not hasattr(value, "__dict__")
+
+
+def is_parallel(module: Any) -> bool:
+    """Whether a step through the module talks to other ranks, and keeps a record of that outside Python."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
+    return isinstance(module, (DistributedDataParallel, *(kind for kind in kinds if kind is not None)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -25,8 +25,6 @@ from batchfit._engine.torch_private.dispatch import is_wrapper, make_subclass, u
 from batchfit._engine.torch_private.storage import WeakStorage, storage_address
 from batchfit.errors import SnapshotError
 
-_UntypedStorage: Any = torch.UntypedStorage  # its constructors have no annotations
-
 
 def synchronize(device: torch.device) -> None:
     """Synchronize every stream of `device`."""
@@ -53,9 +51,10 @@ class StorageCopy:
         if self.nbytes > 0 and self.device.type != "meta":
             if storage.data_ptr() == 0:
                 raise SnapshotError(f"{path} has no memory of its own that could be copied")
-            self._host = _host_storage(self.nbytes)
+            empty: Any = torch.UntypedStorage  # its constructors have no annotations
+            self._host = host = empty(self.nbytes, device="cpu")
             with unseen():
-                self._host.copy_(storage)
+                host.copy_(storage)
 
     def live(self) -> torch.UntypedStorage | None:
         """The storage itself, if the program still has it."""
@@ -92,10 +91,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     width = next(width for width in widths if length % width == 0)
     nothing = torch.empty(0, dtype=widths[width], device=storage.device)
     return nothing.set_(storage, 0, (length // width,), (1,))
-
-
-def _host_storage(nbytes: int) -> torch.UntypedStorage:
-    return cast("torch.UntypedStorage", _UntypedStorage(nbytes, device="cpu"))
 
 
 class TensorCopy(ABC):

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
-
-def is_iterator(value: Any) -> bool:
-    """A built-in iterator or one of a library in C; one with attributes is restored by these."""
-    return isinstance(value, Iterator) and not hasattr(value, "__dict__")
+from batchfit._engine.snapshot.contents import is_iterator
 
 
 def twin_of(iterator: Any) -> Any:

@@ -8,7 +8,6 @@ Gradients that FSDP2 accumulates unsharded (`set_requires_gradient_sync(False)`)
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
@@ -18,9 +17,9 @@ from batchfit._engine.torch_private import ddp, fsdp2, needs
 from batchfit.errors import SnapshotError
 
 
-def check(module: nn.Module, path: str) -> None:
+def check(module: DistributedDataParallel, path: str) -> None:
     """Refuse a module that no step may fail in."""
-    if isinstance(module, DistributedDataParallel) and module.static_graph:
+    if module.static_graph:
         # Seen with torch 2.13: a forward that fails, and the next backward is a segmentation fault.
         raise SnapshotError(
             f"{path} is DistributedDataParallel with static_graph=True: after a step that fails in it, torch "
@@ -28,17 +27,8 @@ def check(module: nn.Module, path: str) -> None:
         )
 
 
-def is_parallel(module: Any) -> bool:
-    """Whether a step through the module talks to other ranks, and keeps a record of that outside Python."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
-    return isinstance(module, (DistributedDataParallel, *(kind for kind in kinds if kind is not None)))
-
-
-def settle(module: nn.Module, *, cut_off: bool = True) -> None:
-    """Make the module forget the step that it was in. Not `cut_off`: all steps have ended, it is at rest."""
-    if not cut_off:
-        return
+def settle(module: nn.Module) -> None:
+    """Make the module forget the step that it was in."""
     if isinstance(module, DistributedDataParallel):
         ddp.reset(module)
         if _lost_buckets(module):
@@ -48,11 +38,6 @@ def settle(module: nn.Module, *, cut_off: bool = True) -> None:
             )
     elif fsdp2.is_root(module):
         _settle_sharded(module)
-
-
-def arranges(module: nn.Module) -> bool:
-    """Whether the module, once reset, sends something more in its second step than in the others."""
-    return isinstance(module, DistributedDataParallel)
 
 
 def _lost_buckets(module: Any) -> bool:
@@ -67,7 +52,7 @@ def _lost_buckets(module: Any) -> bool:
 
 
 def _settle_sharded(root: Any) -> None:
-    if fsdp2.has_reset(root):
+    if fsdp2.can_reset():
         fsdp2.reset(root)
     elif fsdp2.at_rest(root):
         root.reshard()

@@ -49,13 +49,14 @@ from batchfit._engine.snapshot.contents import (
     contents_of,
     is_array,
     is_dead,
+    is_iterator,
     is_own,
     is_record,
     items_of,
     tables_of,
 )
 from batchfit._engine.snapshot.host_copy import HostMemory, WrapperCopy, synchronize
-from batchfit._engine.snapshot.iterators import is_iterator, twin_of, warn_of
+from batchfit._engine.snapshot.iterators import twin_of, warn_of
 from batchfit._engine.snapshot.nodes import (
     MISSING,
     ContainerNode,
@@ -159,9 +160,9 @@ class Snapshot:
         for device in self._memory.devices:
             with restoring.part(str(device)):
                 synchronize(device)
-        for path, module in self._parallel:
+        for path, module in self._parallel if cut_off else ():
             with restoring.part(path):
-                parallel.settle(module, cut_off=cut_off)
+                parallel.settle(module)
         for node in self._tensors:
             with restoring.part(node.path):
                 node.release(restoring)
@@ -319,8 +320,9 @@ class _Taking:
                     hold=_HELD.get(name, 0) if hooked else 0,
                     deep=name in _DEEP and isinstance(obj, Optimizer | LRScheduler),
                 )
-        if wrapper or (isinstance(obj, nn.Module) and "torch.distributed.fsdp" in sys.modules):
+        if wrapper:
             parallel.check(obj, path)
+        if wrapper or (isinstance(obj, nn.Module) and "torch.distributed.fsdp" in sys.modules):
             self.parallel.append((path, obj))
         if isinstance(obj, torch.jit.ScriptModule):
             for name, tensor in (*obj.named_parameters(), *obj.named_buffers()):

@@ -5,12 +5,10 @@ Rules: undone in reverse order, all of it, whatever raises; then one error that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, final
 
+from batchfit._engine.snapshot.rng import Undo
 from batchfit.errors import SnapshotError
-
-Undo = Callable[[], object]
 
 
 @final

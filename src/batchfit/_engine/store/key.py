@@ -26,8 +26,8 @@ from torch import nn
 
 from batchfit._engine.batch.sources import Longest, Made, Repeated
 from batchfit._engine.batch.structure import children, is_array
+from batchfit._engine.device.device import Device
 from batchfit._engine.device.interrupts import Interrupts
-from batchfit._engine.device.resolve import Device
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.torch_private.autocast import region_of
 from batchfit.workload import Workload

@@ -6,9 +6,10 @@ refused; a factor that gradients are divided by is read or refused, never assume
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -59,14 +60,16 @@ def at_rest(root: Any) -> bool:
     return all(_read(one, "_training_state").name == "IDLE" for one in _all_states(root))
 
 
-def has_reset(root: Any) -> bool:
-    """Whether this one can be reset after a step that failed in it."""
-    return hasattr(_state(root), "_reset_iter_state")
-
-
 def can_reset() -> bool:
-    """Whether this torch can reset FSDP2 after a step that failed in it."""
-    return hasattr(_part("_fsdp_state", "FSDPState"), "_reset_iter_state")
+    """Whether FSDP2 of this torch can be reset after a step that failed in it."""
+    return hasattr(_part("_fsdp_state", "FSDPState"), "_reset_iter_state") or not lost_to_reset()
+
+
+@functools.cache
+def lost_to_reset() -> tuple[str, ...]:
+    """What `_reset_in_place` needs, and FSDP2 of this torch nowhere uses."""
+    # Where FSDP2 does not run on a CPU (torch 2.6), no test has shown that the reset is right.
+    return (*(() if runs_on_cpu() else ("torch.cpu.Stream.record_event",)), *_unused(_RESET_NAMES))
 
 
 def reset(root: Any) -> None:
@@ -74,7 +77,10 @@ def reset(root: Any) -> None:
 
     torch 2.15 takes away the gradients of sharded parameters, too: they are put in place afterwards.
     """
-    _state(root)._reset_iter_state()
+    if hasattr(_state(root), "_reset_iter_state"):
+        _state(root)._reset_iter_state()
+    else:
+        _reset_in_place(root)
     # That forgets one thing (seen in 2.13): a backward that failed between making a gradient and reducing
     # it leaves the gradient on the unsharded parameter, and the next backward adds to it.
     for state in _all_states(root):
@@ -86,6 +92,64 @@ def reset(root: Any) -> None:
                 unsharded = gathered(parameter)
                 if unsharded is not None:
                     unsharded.grad = None
+            # A first step that failed while FSDP2 was made ready: what is left of that is never made up for.
+            if not all(hasattr(one, "param_dtype") for one in parameters(group)):
+                _read(group, "lazy_init")()
+
+
+def _reset_in_place(root: Any) -> None:
+    """What torch does in `_reset_iter_state` since 2.13, for the versions before it.
+
+    It waits for what is under way, drops what the failed step was to reduce, and shards every parameter.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = _state(root)
+    shared, communication = _read(state, "_state_ctx"), _read(state, "_comm_ctx")
+    stream = _read(state, "_device_handle").current_stream()
+    _wait(stream, communication.all_gather_state)
+    communication.all_gather_state = None
+    if hasattr(communication, "reduce_scatter_states"):  # a list since torch 2.12 or earlier
+        for one in communication.reduce_scatter_states:
+            _wait(stream, one)
+        communication.reduce_scatter_states.clear()
+    else:
+        _wait(stream, communication.reduce_scatter_state)
+        communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for one in _all_states(root):
+        one._modules_to_run_forward.clear()
+        one._training_state = TrainingState.IDLE
+        for group in _groups_of(one):
+            _reset_group(group, stream)
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    """Wait for what a group of parameters has under way, and forget it."""
+    gathering = group._all_gather_result
+    if gathering is not None:
+        if gathering.all_gather_event is not None:
+            stream.wait_event(gathering.all_gather_event)
+        if hasattr(gathering.all_gather_work, "wait"):
+            gathering.all_gather_work.wait()
+    if group._post_reduce_event is not None:
+        stream.wait_event(group._post_reduce_event)
+    _wait(stream, group._all_reduce_state)
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+    group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+    group._reshard_after_forward_event = group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+
+
+def _wait(stream: Any, work: Any) -> None:
+    """Until a collective that is under way, if any, is done on that stream."""
+    if work is not None and work.event is not None:
+        stream.wait_event(work.event)
 
 
 def forget_forwards(module: Any) -> None:
@@ -121,11 +185,7 @@ def reads_factor() -> bool:
 
 def missing() -> list[str]:
     """What is read here, and FSDP2 of this torch nowhere uses."""
-    found = []
-    for module, kind, names in _NAMES:
-        used = _used_in(_part(module, kind))
-        found += [f"{kind}.{name}" for name in names.split() if name not in used]
-    return found
+    return _unused(_NAMES)
 
 
 def runs_on_cpu() -> bool:
@@ -142,6 +202,32 @@ _NAMES: Final = (
     ("_fsdp_param_group", "FSDPParamGroup", _OF_GROUPS),
     ("_fsdp_param", "FSDPParam", "sharded_param is_dtensor _unsharded_param"),
 )
+
+
+_RESET_NAMES: Final = (
+    ("_fsdp_common", "TrainingState", "IDLE"),
+    ("_fsdp_state", "FSDPState", "_device_handle _modules_to_run_forward"),
+    ("_fsdp_state", "FSDPStateContext", "iter_forward_root post_backward_final_callback_queued"),
+    ("_fsdp_param_group", "FSDPCommContext", "all_gather_state"),
+    ("_fsdp_param_group", "AllGatherState", "event"),
+    ("_fsdp_param_group", "ReduceScatterState", "event"),
+    ("_fsdp_param_group", "AllReduceState", "event"),
+    ("_fsdp_collectives", "AllGatherResult", "all_gather_event all_gather_work"),
+    (
+        *("_fsdp_param_group", "FSDPParamGroup"),
+        "_all_gather_result _post_reduce_event _all_reduce_state _reshard_after_forward_event "
+        "_partial_reduce_output _wait_all_gather_streams_on_event _to_sharded",
+    ),
+)
+
+
+def _unused(names: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Of (module, class, names), those that the class nowhere uses."""
+    found = []
+    for module, kind, wanted in names:
+        used = _used_in(_part(module, kind))
+        found += [f"{kind}.{name}" for name in wanted.split() if name not in used]
+    return found
 
 
 def _part(module: str, name: str) -> Any:

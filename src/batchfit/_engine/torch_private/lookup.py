@@ -5,6 +5,7 @@ Rules:
   call it costs no more than before.
 - In the place of one that is missing stands a function that refuses, with torch's version and what to do;
   or None, where the caller has another answer.
+- A torch below the oldest that is supported is an error when the first feature that uses torch is loaded.
 """
 
 from __future__ import annotations
@@ -21,10 +22,21 @@ _OLDEST, _NEWEST = (2, 6), (2, 15)  # the versions of torch that the tests have 
 TESTED = "2.6 to 2.15"
 
 
+def _running() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def is_tested() -> bool:
     """Whether the tests have run on this version, or on one before and one after it."""
-    major, minor = torch.__version__.split(".")[:2]
-    return _OLDEST <= (int(major), int(minor)) <= _NEWEST
+    return _OLDEST <= _running() <= _NEWEST
+
+
+if _running() < _OLDEST:
+    raise ImportError(
+        "batchfit needs torch {0}.{1} or later, and this is {2}: install a newer one "
+        '(pip install --upgrade "torch>={0}.{1}")'.format(*_OLDEST, torch.__version__)
+    )
 
 
 def optional(path: str) -> Any:

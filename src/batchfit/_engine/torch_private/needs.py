@@ -54,20 +54,20 @@ FSDP2_STATE: Final = Ground(
 )
 FSDP2_RESET: Final = Ground(
     feature="a retry after a step that failed inside FSDP2",
-    since="2.13",
+    since="2.8",
     lost="FSDP2 stays in the middle of that step, and cannot be reset",
     remedy="Install a newer torch, or begin with a size that fits",
 )
 FSDP2_FACTOR: Final = Ground(
     feature="a model whose gradients FSDP2 divides by a factor of your own",
-    since="2.13",
+    since="2.8",
     lost="the factor of set_gradient_divide_factor() or set_reduce_scatter_divide_factor() cannot be read, "
     "and losses would be scaled wrongly",
     remedy="Install a newer torch, or leave the factor out",
 )
 FSDP2_ON_CPU: Final = Ground(
     feature="FSDP2 on a CPU",
-    since="2.13",
+    since="2.8",
     lost="torch.cpu.Stream has no record_event, which FSDP2 calls in forward",
     remedy="Install a newer torch, or shard on GPUs",
 )

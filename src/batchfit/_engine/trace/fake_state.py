@@ -21,9 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from batchfit._engine.device.tensors import tensors_in
-from batchfit._engine.snapshot.contents import ATOMS, BYTES, Contents, contents_of, is_array, is_record
-from batchfit._engine.snapshot.iterators import is_iterator, twin_of, warn_of
-from batchfit._engine.snapshot.parallel import is_parallel
+from batchfit._engine.snapshot.contents import (
+    ATOMS,
+    BYTES,
+    Contents,
+    contents_of,
+    is_array,
+    is_iterator,
+    is_parallel,
+    is_record,
+)
+from batchfit._engine.snapshot.iterators import twin_of, warn_of
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.torch_private.autograd import gradient_hooks

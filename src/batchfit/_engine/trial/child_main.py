@@ -32,7 +32,8 @@ from typing import Any, BinaryIO, NoReturn
 import torch.distributed
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.resolve import Device, device_to_run, resolve_device
+from batchfit._engine.device.device import Device
+from batchfit._engine.device.resolve import device_to_run, resolve_device
 from batchfit._engine.device.tensors import count_elements
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.child_process import Message

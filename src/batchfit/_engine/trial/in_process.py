@@ -15,13 +15,14 @@ from typing import Self, final
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.resolve import CudaDevice, Device
+from batchfit._engine.device.device import Device
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.tensors import count_elements, own_bytes, trained_in
 from batchfit._engine.distributed.collectives import CountedStep, ExpectedCollectives, is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.snapshot import parallel
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.rehearsal import rehearse
 from batchfit._engine.trial.trial import RunTrial, TrialRequest, run_request, run_trial
@@ -139,8 +140,8 @@ class InProcess:
         DDP forgets its layout when it is reset, and rebuilds its buckets in its second step. All ranks do it
         now, in small steps: an OOM there, in a trial, could not be undone.
         """
-        wrapped = any(isinstance(one, nn.Module) and _arranges(one) for one in self.work.state)
-        if self._expected is None or not wrapped:
+        modules = (one for part in self.work.state if isinstance(part, nn.Module) for one in part.modules())
+        if self._expected is None or not any(isinstance(one, DistributedDataParallel) for one in modules):
             return
         snapshot = Snapshot.take(self.work.state)
         snapshot.restore()
@@ -179,10 +180,6 @@ def collect_garbage(work: Workload, device: Device) -> None:
 def _held_bytes(device: Device) -> int | None:
     """Live bytes on a GPU now; None on another device, where no reading shows that nothing was left."""
     return device.held_bytes() if isinstance(device, CudaDevice) else None
-
-
-def _arranges(module: nn.Module) -> bool:
-    return any(parallel.arranges(one) for one in module.modules())
 
 
 @final

@@ -5,7 +5,6 @@ Rules: the message names the argument, what it must be and what it is.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -113,43 +112,6 @@ def check_loss_fn(loss_fn: Any) -> None:
         raise TypeError(f"loss_fn must be a callable loss_fn(model, batch), not {loss_fn!r}")
 
 
-def check_loss(loss: Any, name: str) -> None:
-    """Refuse what the user's function `name` returned where it is no scalar tensor that requires grad."""
-    check_scalar(loss, name)
-    if not loss.requires_grad:
-        raise without_graph(name)
-
-
-def check_scalar(loss: Any, name: str) -> None:
-    """Refuse a loss that is no scalar tensor; one without a graph may be that of masked samples only."""
-    if not isinstance(loss, torch.Tensor):
-        hint = " (return its .loss)" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
-        raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}{hint}")
-    if loss.numel() != 1:
-        raise ValueError(f"{name} must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
-
-
-def without_graph(name: str) -> ValueError:
-    """The error where nothing that the user's function `name` returned has a graph."""
-    return ValueError(
-        f"{name} must return a loss that requires grad, not one without: is the model frozen, or the "
-        "loss detached or made under torch.no_grad?"
-    )
-
-
-def loss_and_outputs(found: Any) -> tuple[Any, Any]:
-    """What the user's function returned: its loss, and the outputs beside it (None: it returned no pair)."""
-    if type(found) is tuple and len(found) == 2:
-        return found
-    return found, None
-
-
-def is_positive_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value) and value > 0
-    )
-
-
 def check_full_length(options: Mapping[str, Any], max_new_tokens: int) -> None:
     """Nothing among the keywords may set another length or end a sample early."""
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
@@ -185,9 +147,10 @@ def check_generated(output: Any, batch: Any, model: Any, max_new_tokens: int) ->
         )
 
 
-def check_step_settings(clip_norm: object, accumulate: object, keep_outputs: object) -> None:
+def check_step_settings(clip_norm: Any, accumulate: object, keep_outputs: object) -> None:
     """Refuse wrong settings of a training step."""
-    if clip_norm is not None and not is_positive_number(clip_norm):
+    is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (is_number and clip_norm > 0):
         raise ValueError(f"clip_norm must be a positive number or None, not {clip_norm!r}")
     if type(accumulate) is not int or accumulate < 1:
         raise ValueError(f"accumulate must be a positive integer, not {accumulate!r}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batchfit._find.pure.bracket import Bracket, Request, State, enough, settle
+from batchfit._find.pure.by_curve import aside_bytes
 from batchfit._find.pure.memory_curve import Curve, MemoryReading
-from batchfit._find.pure.readings import aside_bytes
 
 
 def by_prediction(state: State, bracket: Bracket, predicted: int) -> Request | str | None:

@@ -23,10 +23,9 @@ from batchfit._find.pure.bracket import (
     ran_short,
     settle,
 )
-from batchfit._find.pure.by_curve import by_curve
+from batchfit._find.pure.by_curve import by_curve, curve_of
 from batchfit._find.pure.by_line import at_knee, by_line, line_of, within_rounding
 from batchfit._find.pure.by_prediction import by_prediction
-from batchfit._find.pure.readings import curve_of
 
 # With tolerance 0 failures are needed anyway: so many times the smallest size says more of the curve (without
 # it 12 % more trials; benchmarks/search_ablation.py).

@@ -18,7 +18,8 @@ from batchfit._options import flag
 from batchfit._units import parse_bytes
 
 if TYPE_CHECKING:
-    from batchfit._engine.device.resolve import Device, DeviceSpec
+    from batchfit._engine.device.device import Device
+    from batchfit._engine.device.resolve import DeviceSpec
     from batchfit._find.pure.search import Search
     from batchfit.results import Trial
 

@@ -14,7 +14,8 @@ from batchfit._options import flag
 from batchfit._units import parse_bytes
 
 if TYPE_CHECKING:
-    from batchfit._engine.device.resolve import Device, DeviceSpec
+    from batchfit._engine.device.device import Device
+    from batchfit._engine.device.resolve import DeviceSpec
     from batchfit._profile.pure.knee import Knee
     from batchfit.results import ThroughputPoint
 

@@ -143,20 +143,10 @@ class MemoryModel:
             patience=min(_MOST_PEACE, self.patience * (1 + is_setback)),
         )
 
-    def predicted_bytes(self, samples: int, length: int) -> float | None:
-        """The peak to expect at most, what is held included; None where nothing is known."""
-        each = self._each(length)
-        if each is None:
-            return None
-        least = max(
-            (one.used_bytes for one in self.readings if _holds((samples, length), one.shape)), default=0.0
-        )
-        return self.held_bytes + max(least, samples * each * (1 + self.margin))
-
     def most_samples(self, length: int, budget_bytes: float) -> int | None:
         """How many samples of a padded length fit the budget, 0 if not even one; None: nothing is known."""
         _check(1, length)
-        each = self._each(length)
+        each = _least_bound(self.readings, length)
         limits = [self._below_failure(samples, at, length) for samples, at in self.failures]
         if each is None:
             known = [limit for limit in limits if limit is not None]
@@ -178,10 +168,6 @@ class MemoryModel:
         if at <= length:
             return alike
         return max(samples, alike) if length * _NEAR >= at else None
-
-    def _each(self, length: int) -> float | None:
-        """The least upper bound for one sample."""
-        return _least_bound(self.readings, length)
 
     def to_dict(self) -> dict[str, Any]:
         return {

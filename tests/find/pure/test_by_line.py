@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from batchfit._find.pure.line import SEGMENT_BYTES, line_end
+from batchfit._find.pure.by_line import SEGMENT_BYTES, line_end
 
 MIB = 2**20
 

@@ -1,0 +1,139 @@
+"""docs/compatibility.md, made of the stored results of tests/versions.py.
+
+Rules: every figure on the page is stored, and every skip and every failure is on it. What a user needs comes
+first: which torch, what is refused or poorer there; then the evidence. Nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+Results = dict[str, Any]
+LIBRARIES = (
+    *("transformers", "accelerate", "lightning", "ray", "torchtune"),
+    *("pydantic", "typer", "rich", "numpy"),
+)
+_OPENING = """\
+# Compatibility
+
+batchfit runs on Python 3.11 and later and on torch 2.6 and later. The whole test suite ran with each torch in
+this table. A version between two of them is expected to work like its neighbors. A newer one is used without
+a warning: what batchfit needs is asked of torch itself, not of its version number.
+"""
+_DOCTOR = """\
+`batchfit doctor` shows the same for your installation. A feature that a torch cannot carry is refused before
+anything runs, with the version and what to do. A caveat means that it works, in a poorer way that results
+name.
+"""
+_EVIDENCE = """\
+Ordinary wheels of torch, on CPUs; on the machines of this table. The tests that need a GPU are skipped
+here: they ran with torch 2.11 on an H200 ([Benchmarks](benchmarks.md)). `make test-versions` makes this page.
+"""
+
+
+def totals(result: Results) -> tuple[int, list[dict[str, str]], Counter[str]]:
+    """Passed, failed, skipped by reason: of all parts."""
+    parts = result["parts"].values()
+    skipped: Counter[str] = Counter()
+    for part in parts:
+        skipped.update(part["skipped"])
+    return sum(part["passed"] for part in parts), [one for part in parts for one in part["failed"]], skipped
+
+
+def page(found: Mapping[str, Results]) -> str:
+    """The whole page."""
+    lines = [*_OPENING.splitlines(), "", *_short(found), "", *_limits(found), "", *_evidence(found)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _short(found: Mapping[str, Results]) -> list[str]:
+    """What is asked first: does it work with mine?"""
+    lines = ["| torch | passed | failed | skipped | refused or with a caveat |", "|---|---:|---:|---:|---|"]
+    for name, result in found.items():
+        passed, failed, skipped = totals(result)
+        limits = result["limits"]
+        counts = Counter(one["state"] for one in limits)
+        said = ", ".join(f"{counts[state]} {text}" for state, text in _STATES.items() if counts[state])
+        lines.append(f"| {name} | {passed:,} | {len(failed)} | {skipped.total()} | {said or 'nothing'} |")
+    return lines
+
+
+_STATES = {"not here": "refused", "caveat": "with a caveat"}  # as the doctor says it, and as the page does
+
+
+def _limits(found: Mapping[str, Results]) -> list[str]:
+    """Features that do not simply work, and on which versions."""
+    lines = ["## What is refused or poorer", "", *_DOCTOR.splitlines(), ""]
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for name, result in found.items():
+        for one in result["limits"]:
+            detail = _any_version(one["detail"], result["torch"])
+            rows.setdefault((one["name"], _STATES[one["state"]], detail), []).append(name)
+    if not rows:
+        return [*lines, "On the versions above: nothing."]
+    lines += ["| feature | on torch | | why, and what to do |", "|---|---|---|---|"]
+    for (feature, state, detail), names in rows.items():
+        lines.append(f"| {_cell(feature)} | {', '.join(names)} | {state} | {_cell(detail)} |")
+    return lines
+
+
+def _any_version(detail: str, torch: str) -> str:
+    """The reason without the version that was running, which has a column of its own."""
+    return detail.replace(f", and this is {torch}", "").replace(f", and {torch} has not", "")
+
+
+def _evidence(found: Mapping[str, Results]) -> list[str]:
+    lines = ["## Evidence", "", *_EVIDENCE.splitlines(), ""]
+    lines += ["| torch | date | commit | Python | machine | tests took |", "|---|---|---|---|---|---:|"]
+    for result in found.values():
+        minutes = sum(part["seconds"] for part in result["parts"].values()) / 60
+        again = "".join(f"; {one['tests']} again at {one['source']}" for one in result.get("again", ()))
+        lines.append(
+            f"| {result['torch']} | {result['date']} | {result['source']}{again} | {result['python']} "
+            f"| {_cell(result['machine'])} | {minutes:.0f} min |"
+        )
+    lines += [
+        "",
+        "### Libraries",
+        "",
+        f"| torch | {' | '.join(LIBRARIES)} |",
+        "|---" * (len(LIBRARIES) + 1) + "|",
+    ]
+    for name, result in found.items():
+        beside = " | ".join(result["libraries"].get(library, "-") for library in LIBRARIES)
+        lines.append(f"| {name} | {beside} |")
+    lines += ["", "### Skipped tests", ""]
+    skips = {name: _any_torch(totals(result)[2], result["torch"]) for name, result in found.items()}
+    reasons = sorted({why for counts in skips.values() for why in counts}, key=lambda why: (_group(why), why))
+    lines += [f"| why | {' | '.join(found)} |", "|---" + "|---:" * len(found) + "|"]
+    for why in reasons:
+        counts = " | ".join(str(skips[name][why] or "") for name in found)
+        lines.append(f"| {_cell(why)} | {counts} |")
+    for name, result in found.items():
+        if failed := totals(result)[1]:
+            lines += ["", f"### Failed with torch {name}", ""]
+            lines += [f"- `{one['test']}`: {_cell(one['why'])}" for one in failed]
+    return lines
+
+
+def _any_torch(skipped: Counter[str], torch: str) -> Counter[str]:
+    """Reasons without the version, which has a column of its own."""
+    counts: Counter[str] = Counter()
+    for why, count in skipped.items():
+        counts[why.replace(f"torch {torch}", "that torch")] += count
+    return counts
+
+
+def _group(why: str) -> tuple[int, str]:
+    """What the machine lacks first, then libraries, then what torch lacks."""
+    if why.startswith("needs gpu"):
+        return 0, ""
+    return (2 if "torch" in why and why != "needs torchtune" else 1), ""
+
+
+def _cell(text: str) -> str:
+    """Text of pytest as text in a table: nothing in it is Markdown."""
+    return re.sub(r"([\\|<>*_`\[\]{}#])", r"\\\1", text)
