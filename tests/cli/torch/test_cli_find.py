@@ -608,6 +608,7 @@ RETURNS: list[tuple[str, str]] = [
 
 
 class TestCommandLine:
+    @pytest.mark.slow
     def test_a_reader_of_stderr_that_goes_away_ends_nothing(self, project: Path) -> None:
         gone, ours = os.pipe()
         os.close(gone)
