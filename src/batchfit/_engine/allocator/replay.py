@@ -174,11 +174,12 @@ def largest(
 
     `extra` is what the footprint does not show: fixed bytes, and bytes per sample. Fragmentation is
     not monotone: a size may run although smaller ones do not (GPT-2 with checkpointing at 16 GiB:
-    35 runs, 36 fails on the GPU as it does here, and 40 to 43 run here). Such an island is not answered: the
-    sizes below the answer run too. A retry alone must not decide it: what a retry makes fit also fits with a
-    little more held (ALBERT in bf16 at 16 GiB: 25 last on the GPU; 26 runs here with 6 MiB held besides, and
-    with 4 or 8 it does not). Of a step that generates (`may_retry`) all run with a little more held, since its
-    end is ragged: how many inactive split blocks a growing cache leaves is decided by small things.
+    35 runs, 36 fails on the GPU as it does here, and 40 to 43 run here). Such an island is not answered:
+    the sizes below the answer run too. A retry alone must not decide it: what a retry makes fit also
+    fits with a little more held (ALBERT in bf16 at 16 GiB: 25 last on the GPU; 26 runs here with 6 MiB
+    held besides, and with 4 or 8 it does not). Of a step that generates (`may_retry`) all run with a
+    little more held, since its end is ragged: how many inactive split blocks a growing cache leaves is
+    decided by small things.
     """
     tried: dict[tuple[int, float], Simulation] = {}
 
