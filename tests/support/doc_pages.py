@@ -5,7 +5,8 @@ What a page may say (`python tests/support/doc_pages.py docs/x.md` runs it; `--w
 - a fence with `title="train.py"` is a file; later steps of the page find it in their folder;
 - a `python` fence runs, with warnings as errors; one with a title only if no `$` command names the file;
 - a `$ batchfit ...` or `$ python ...` line of a `console` fence runs; the lines below it are its output;
-- a `text` fence after a block of Python is what it prints; a line `...` stands for any lines;
+- a `text` fence after a block of Python is what it prints; a line `...` stands for any lines; one before all
+  that runs is free (the symptom that a page opens with);
 - `<!-- not run: REASON -->` before a fence: it is not run, or compared with nothing;
 - `<!-- output varies: REASON -->`: numbers are not compared, words are;
 - `<!-- exits with 2 -->`: the exit status of the commands below;
@@ -143,7 +144,7 @@ def steps(text: str) -> tuple[list[Step], list[str]]:
                 found.append(
                     Step(last.line, "code", last.text, last.name, block.text, {**last.marks, **marks})
                 )
-            elif previous != "not run":
+            elif previous != "not run" and any(step.kind != "file" for step in found):
                 wrong.append(f"line {block.line}: output of nothing: mark it `not run`, with the reason")
             previous = ""
         else:
