@@ -157,7 +157,7 @@ OUT = {
     r"\bholes?\b": "fragmentation",
     r"\b(ran|runs?) short\b|\b(after|without) running out\b(?! of memory)": "CUDA out of memory, OOM",
     r"\b(put|puts|putting|taken|takes) back\b": "restore",
-    r"\bcards?\b": "GPU",
+    r"(?<!class=\"grid )\bcards?\b": "GPU",  # a class of the theme is none
     r"\b(norms?|values?|times|seconds|sizes) an? (batch|sample|step|token|rank|epoch)\b": "per",
     r"\bholds? (it|them) back\b": "bottleneck",
     r"\bwhat (holds?|held) the memory\b": "memory breakdown",
