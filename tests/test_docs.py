@@ -283,8 +283,8 @@ NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 @pytest.mark.slow
 def test_the_recipe_for_ray_trains_on_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray")
-    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    page = (ROOT / "docs" / "how-to" / "ray.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "train.py").write_text(block, encoding="utf-8")
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
