@@ -60,7 +60,7 @@ $(TUNED): $(STAMP) constraints-torchtune.txt
 	@$(TUNE)/bin/python -c 'import torchtune, batchfit'
 	@touch $@
 
-demo: $(BASE)  ## find the largest batch of a small GPT, time it, predict it for other cards, report
+demo: $(BASE)  ## find the largest batch of a small GPT, time it, predict it for other GPUs, report
 	@$(BIN)/batchfit demo
 
 check: $(STAMP)  ## ruff and mypy

@@ -736,6 +736,16 @@ def write(path: Path, found: dict[str, Any]) -> None:
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
+def others(path: Path, only: str) -> dict[str, Any]:
+    """The stored answers outside the part `only`: a part is written without the others being lost."""
+    if not only or not path.exists():
+        return {}
+    stored = read(path)
+    if (now := made_with()) != stored["made_with"]:
+        raise SystemExit(f"{path} was made with {stored['made_with']}, not {now}: write all parts")
+    return {key: answer for key, answer in stored["answers"].items() if not key.startswith(only)}
+
+
 def text_of(record: dict[str, Any], key: str) -> str:
     return json.dumps(record[key], sort_keys=True) if key in record else "nothing"
 
@@ -768,8 +778,9 @@ def main() -> int:
     given = parser.parse_args()
     found = answers(given.only, quick=given.quick)
     if given.what == "write":
-        write(given.out, found)
-        print(f"{len(found)} answers, {given.out.stat().st_size} bytes")
+        kept = others(given.out, given.only)
+        write(given.out, {**kept, **found})
+        print(f"{len(found)} answers, {len(kept)} kept, {given.out.stat().st_size} bytes")
         return 0
     stored = read(given.record)
     if (now := made_with()) != stored["made_with"]:

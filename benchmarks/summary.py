@@ -1,4 +1,4 @@
-"""The tables that answer "why should I use this?", in the README and in the docs: made from committed JSON.
+"""The tables that answer "why should I use this?", in README (`brief.py`) and docs: of committed JSON.
 
     python benchmarks/summary.py write     # into README.md and docs/benchmarks.md, between two comments
     python benchmarks/summary.py check     # exit code 1 where they say something else than the JSON
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import brief
 import floors
 import goals
 import plots
@@ -211,18 +212,13 @@ def rows(results: Path) -> Iterator[Row]:
             yield Row(row.what, row.ours, row.others, row.goal, page.name)
 
 
-def table(results: Path, *, links: str, with_goals: bool) -> str:
-    """The table, in markdown; `links` leads from the page to the results."""
-    head = ["", "batchfit", "others", *(["goal"] if with_goals else [])]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in rows(results):
-        cells = [
-            f"[{row.what}]({links}{row.page})",
-            row.ours,
-            row.others,
-            *([row.goal] if with_goals else []),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+def table(results: Path, *, links: str) -> str:
+    """The table of the docs, in markdown; `links` leads from the page to the results."""
+    lines = ["|  | batchfit | others | goal |", "|---|---|---|---|"]
+    lines += [
+        f"| [{row.what}]({links}{row.page}) | {row.ours} | {row.others} | {row.goal} |"
+        for row in rows(results)
+    ]
     return "\n".join(lines)
 
 
@@ -238,7 +234,7 @@ def pages(root: Path) -> dict[Path, str]:
     results = root / "benchmarks" / "results"
     readme, docs = root / "README.md", root / "docs" / "benchmarks.md"
     links = "../benchmarks/results/"
-    text = inserted(docs.read_text(encoding="utf-8"), table(results, links=links, with_goals=True))
+    text = inserted(docs.read_text(encoding="utf-8"), table(results, links=links))
     pictures = [
         f'<img src="{links}{plot.file(results).name}" width="900" alt="{plot.shows}">'
         for plot, _, _ in plots.wanted(results)
@@ -251,7 +247,7 @@ def pages(root: Path) -> dict[Path, str]:
     }
     for name, lines in parts.items():
         text = inserted(text, "\n".join(lines), *PARTS[name])
-    short = table(results, links="benchmarks/results/", with_goals=False)
+    short = brief.table(results, links="benchmarks/results/")
     return {readme: inserted(readme.read_text(encoding="utf-8"), short), docs: text}
 
 
@@ -263,7 +259,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT)
     given = parser.parse_args()
     if given.command == "show":
-        print(table(given.root / "benchmarks" / "results", links="benchmarks/results/", with_goals=True))
+        print(table(given.root / "benchmarks" / "results", links="benchmarks/results/"))
         return
     wrong = []
     if stale := plots.stale(given.root / "benchmarks" / "results"):

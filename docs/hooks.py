@@ -1,9 +1,9 @@
 """What the site has beside the pages of docs/: made from the files themselves, copied nowhere by hand.
 
-Rules: a page is in one place. README.md is the first page, ARCHITECTURE.md and CHANGELOG.md are pages,
-each example and each page of benchmark results is one; links between them, written so that they work in the
-repository, are turned into links of the site. The API page ends with the docstrings of all public names,
-read from the source: building the site imports neither batchfit nor torch.
+Rules: a page is in one place. README.md is the first page until there is a docs/index.md; ARCHITECTURE.md,
+CHANGELOG.md, each example and each page of benchmark results are pages. Links between them, written so that
+they work in the repository, are turned into links of the site. The API page ends with the docstrings of all
+public names, read from the source: building the site imports neither batchfit nor torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ FRAMEWORKS = ("accelerate", "lightning", "ray", "torchtune", "transformers")
 TOP = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 
 
+def _top(root: Path) -> dict[str, str]:
+    """Files at the top of the repository that are pages, unless a page of docs/ has taken the place."""
+    return {source: page for source, page in TOP.items() if not (root / "docs" / page).exists()}
+
+
 def _title(text: str) -> str:
     return text.split("\n", 1)[0].removeprefix("#").strip()
 
@@ -35,7 +40,7 @@ def _example(path: Path) -> str:
 
 def places(root: Path = ROOT) -> dict[str, str]:
     """File of the repository -> page of the site, for all that does not lie in docs/."""
-    found = dict(TOP)
+    found = _top(root)
     for path in sorted((root / "examples").iterdir()):
         if path.suffix in (".py", ".yaml"):
             found[f"examples/{path.name}"] = f"examples/{path.name.replace('.', '_')}.md"
@@ -56,7 +61,7 @@ def site_links(text: str, source: str, page: str, moved: dict[str, str]) -> str:
         if "://" in target or target.startswith("mailto:"):
             return match.group(0)
         place = normpath(f"{dirname(source)}/{target}".lstrip("/"))
-        there = moved.get(place, place.removeprefix("docs/"))
+        there = moved.get(place) or TOP.get(place) or place.removeprefix("docs/")
         return f"{opening}{relpath(there, dirname(page) or '.')}"
 
     return LINK.sub(turned, text)
@@ -86,7 +91,8 @@ def reference(root: Path = ROOT) -> str:
 def on_config(config: Any) -> Any:
     """Examples and benchmarks into the navigation."""
     found = list(places().items())
-    for entry in config.nav:
+    sections = [entry for section in config.nav for entry in next(iter(section.values())) if entry]
+    for entry in (entry for entry in sections if isinstance(entry, dict)):
         if "Examples" in entry:
             entry["Examples"] = [
                 {Path(source).name: page} for source, page in found if source.startswith("examples/")

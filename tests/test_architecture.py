@@ -65,6 +65,7 @@ THIRD_PARTY = {
     "torchtune": {"integrations"},
     "omegaconf": {"integrations"},
     "ray": {"integrations"},
+    "sentence_transformers": {"integrations"},
 }
 HAS_CODE_IN_INIT = {
     "",

@@ -23,7 +23,19 @@ def summary(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import summary
 
     yield summary
-    for name in ("summary", "goals", "plots", "floors", "turns", "pages", "rows", "find_gpu", "ranks_gpu"):
+    for name in (
+        "summary",
+        "brief",
+        "hero",
+        "goals",
+        "plots",
+        "floors",
+        "turns",
+        "pages",
+        "rows",
+        "find_gpu",
+        "ranks_gpu",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -191,8 +203,13 @@ def test_a_page_that_says_something_else_is_told_and_put_right(
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
+    assert (
+        "| [OOMs in those 1 searches](benchmarks/results/find_h200_202611.md) | **0** | 2 (double, then"
+        in text
+    )
+    assert "| **96k** | 14k (microbatches of 8) |" in text
     assert "| goal |" in docs.read_text()
-    readme.write_text(text.replace("4.2 s", "3.2 s"))
+    readme.write_text(text.replace("**96k**", "**95k**"))
     assert call("check") == 1
     assert call("write") == 0
     docs.write_text(docs.read_text().replace("| loader with 4 workers | all | **not measured** | | |\n", ""))

@@ -579,7 +579,8 @@ class TestCommandHere:
         first = self.find("train.py:make")
         (project / "train.py").write_text("# a comment\n" + TRAIN)
         assert self.find("train.py:make").from_store
-        (project / "train.py").write_text(TRAIN.replace("model(x).square()", "(2.0 * model(x)).exp().square()"))
+        edited = TRAIN.replace("model(x).square()", "(2.0 * model(x)).exp().square()")
+        (project / "train.py").write_text(edited)
         heavier = self.find("train.py:make")
         assert not heavier.from_store
         assert not heavier.trials[0].fits  # the stored size, tried once

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from batchfit.integrations.transformers.comparing import predict_compared
 from batchfit.integrations.transformers.losses import count_labels, rows_of, shifts_labels
 from batchfit.integrations.transformers.predictions import (
     loss_of_rows,
@@ -20,9 +21,14 @@ from batchfit.integrations.transformers.reduction import adds_up, items_of
 
 def predict_in_microbatches(
     trainer: Any, step: Any, model: nn.Module, inputs: Any, *, items: Any, loss_only: bool, **options: Any
-) -> tuple[Any, Any, Any]:
+) -> Any:
     """Loss, logits and labels; `step` is the trainer's own `prediction_step`, `items` those of the batch."""
-    run, shifted = trainer._batchfit, shifts_labels(trainer)
+    run = trainer._batchfit
+    compared = run.comparing_step(trainer, model, inputs, trains=False)
+    if compared is not None:
+        options["prediction_loss_only"] = loss_only
+        return predict_compared(trainer, compared, step, model, inputs, **options)
+    shifted = shifts_labels(trainer)
     sums = adds_up(trainer, inputs, items)
     generates = getattr(trainer.args, "predict_with_generate", False) and not loss_only
     dtypes: set[torch.dtype] = set()

@@ -36,7 +36,8 @@ class Options:
         lengths: "attention_mask", say: samples of about one length share a microbatch and are trimmed to it.
         sync: under DDP, "safe" survives an out-of-memory on any rank; "overlap" keeps DDP's overlap.
         compared: what to do with a loss that is neither a mean nor a sum over samples (in-batch negatives)
-            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a check.
+            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a check. With
+            "error", losses of sentence-transformers that compare samples are those of the whole batch.
         state: what else a step changes (a list of metrics), to be restored after the search.
         search: more keywords for `batchfit.find_batch_size`. `{"soak_steps": 25}` makes the size found
             survive 25 steps (stability check); by default it need not, since a later OOM costs one retry.

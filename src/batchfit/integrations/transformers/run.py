@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.sentence_transformers import comparing_step, extra_modules
 from batchfit.integrations.transformers.counters import save_counts
 from batchfit.integrations.transformers.epochs import is_at_end
 from batchfit.integrations.transformers.loaders import order_of
@@ -53,6 +54,7 @@ class TrainerRun:
         self.sums: bool | None = None  # losses of microbatches add up; None: not known
         self.probes = 0  # how often that was probed
         self.has_warned = False  # of a loss for which that is not known
+        self.says_compared = False  # that its loss compares the samples of a batch
         self.evaluates = False  # inside a microbatch of an evaluation
         self.was_asked = False  # for the number of items, by that microbatch
         self.items: Any = None  # the answer
@@ -106,6 +108,7 @@ class TrainerRun:
             weight = options.weight or functools.partial(count_labels, shifted=shifts_labels(trainer))
             self.microbatcher = self._microbatchers[sums] = batchfit.Microbatcher(
                 model,
+                *extra_modules(trainer),
                 weight=None if sums else weight,
                 reduction="sum" if sums else "mean",
                 on_zero_weight="skip",
@@ -122,6 +125,22 @@ class TrainerRun:
             if known is not None:
                 self.microbatcher.load_state_dict(known)
         return self.microbatcher
+
+    def comparing_step(self, trainer: Any, model: nn.Module, inputs: Any, *, trains: bool = True) -> Any:
+        """How a batch runs whose loss compares its samples; None where it does not, or is to be cut."""
+        if self.options.compared != "error":
+            return None
+        # Samples of one batch of the user's are compared; accumulated batches are loaded as one.
+        group = self.given[0] if trains and self.given is not None and self.options.schedule is None else 0
+        return comparing_step(trainer, model, inputs, group=group)
+
+    def logged(self, report: Any) -> Any:
+        """The report of a batch, once its OOM retries are in the log."""
+        if report.retries:
+            self.logs.append(
+                {"out_of_memory": report.retries, "microbatch_size": max(report.microbatch_sizes)}
+            )
+        return report
 
     def _undo_counts(self, trainer: Any, microbatcher: Any) -> None:
         """Let a retry undo what the failed attempt has counted and logged."""

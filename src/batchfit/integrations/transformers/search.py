@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import batchfit
+from batchfit.integrations.transformers.comparing import compared_loss, run_compared
 from batchfit.integrations.transformers.losses import count_labels, rows_of, shifts_labels
 from batchfit.integrations.transformers.probing import same_random_numbers
 from batchfit.integrations.transformers.reduction import adds_up
@@ -44,6 +45,9 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        compared = run.comparing_step(trainer, model, batch)
+        if compared is not None:
+            return compared_loss(trainer, compared, model, compared.encode_to_train(batch))
         return trainer._batchfit_loss(trainer._batchfit_own_step, model, batch, _items(trainer, batch))
 
     source = batches(samples, collate_fn=collate)
@@ -113,8 +117,9 @@ def _learn_widest(trainer: Any, model: nn.Module, batch: Any, *, is_most: bool) 
     never get smaller ones. A search of one size runs it, since that restores everything.
     """
     run, size = trainer._batchfit, rows_of(batch)
-    items = _items(trainer, batch)
-    sums = adds_up(trainer, batch, items)
+    compared = run.comparing_step(trainer, model, batch)
+    items = None if compared else _items(trainer, batch)
+    sums = not compared and adds_up(trainer, batch, items)
     microbatcher = run.microbatcher_of(trainer, model, sums=sums)
     step = trainer._batchfit_own_step
 
@@ -123,7 +128,10 @@ def _learn_widest(trainer: Any, model: nn.Module, batch: Any, *, is_most: bool) 
 
     def once(batch_size: int) -> None:
         model.zero_grad()
-        microbatcher.backward(loss_of, batch, scaler=trainer.accelerator.scaler)
+        if compared is not None:
+            run_compared(trainer, compared, microbatcher, model, batch)
+        else:
+            microbatcher.backward(loss_of, batch, scaler=trainer.accelerator.scaler)
         model.zero_grad()
 
     state = [model, trainer.state, trainer.control, *run.options.state]

@@ -23,10 +23,13 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from batchfit.errors import BatchfitError
+from batchfit.integrations.sentence_transformers import check_cut
 from batchfit.integrations.transformers.callback import TrainingCallback
+from batchfit.integrations.transformers.comparing import run_compared
 from batchfit.integrations.transformers.epochs import ResumedSteps, ScheduledLoader, plan_epochs
 from batchfit.integrations.transformers.evaluation import predict_in_microbatches
 from batchfit.integrations.transformers.loaders import local_batch
+from batchfit.integrations.transformers.losses import is_whole
 from batchfit.integrations.transformers.options import Options, check_names, check_trainer
 from batchfit.integrations.transformers.probing import keeping_mode, uncounted
 from batchfit.integrations.transformers.reduction import adds_up, items_of, warn_of_unknown
@@ -121,14 +124,20 @@ class BatchfitMixin:
     # --- a step
 
     def training_step(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        run = self._batchfit
+        run, step = self._batchfit, self._batchfit_own_step
+        compared = run.comparing_step(self, model, inputs)
+        if compared is not None:
+            microbatcher = run.microbatcher_of(self, model, sums=False)
+            with run.deferring_logs(self.log):
+                return run.logged(run_compared(self, compared, microbatcher, model, inputs)).loss
         sums = adds_up(self, inputs, num_items_in_batch)
         microbatcher = run.microbatcher_of(self, model, sums=sums)
-        step = self._batchfit_own_step
         # Trainer scales losses for DDP's mean over ranks; the Microbatcher adds sums up over ranks.
         ranks = self.args.world_size if sums else 1
 
         def loss_of(micro: Any) -> Any:
+            if run.options.compared == "error" and not is_whole(micro, inputs):
+                check_cut(self, inputs)
             items = items_of(self, micro, inputs, num_items_in_batch, sums=sums)
             loss = self._batchfit_loss(step, model, micro, items)
             return loss if ranks == 1 else loss / ranks
@@ -137,10 +146,7 @@ class BatchfitMixin:
             report = microbatcher.backward(loss_of, inputs, scaler=self.accelerator.scaler)
         if num_items_in_batch is not None and len(report.microbatch_sizes) > 1:
             warn_of_unknown(self)
-        if report.retries:
-            run.logs.append(
-                {"out_of_memory": report.retries, "microbatch_size": max(report.microbatch_sizes)}
-            )
+        run.logged(report)
         # In place: an OOM at four bytes would waste the whole step.
         return report.loss if ranks == 1 else report.loss.mul_(ranks)
 
