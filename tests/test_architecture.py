@@ -41,6 +41,7 @@ LEVELS = (
     {"_schedule", "_engine.data_parallel", "_engine.store", "_engine.trace", "_engine.trial"},
     {"_predict", "_rerun", "_engine.optimizer_step", "integrations"},
     {"_explain", "_find", "_microbatch"},
+    {"_program"},
     {"_profile", "_sweep"},
     {"_cli"},
     {"__main__"},

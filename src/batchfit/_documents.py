@@ -130,6 +130,29 @@ def parse_document(text: str, *, name: str, is_yaml: bool = False) -> dict[str, 
     return data
 
 
+def with_value(text: str, keys: Sequence[str], value: str, *, name: str) -> str:
+    """The text of a YAML or JSON file, with `value` where `keys` lead; all else stays as it is written."""
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise ValueError(f"pip install pyyaml to change a value in {name}") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} must be YAML, and is not: {' '.join(str(error).split())}") from None
+    for number, key in enumerate(keys):
+        inner: dict[str, Any] = {}
+        for index, part in enumerate(node.value if isinstance(node, yaml.CollectionNode) else ()):
+            found, node_there = part if isinstance(part, tuple) else (None, part)
+            inner[str(index) if found is None else str(found.value)] = node_there
+        if key not in inner:
+            raise ValueError(f"set must name a place that is in {name}, not {'.'.join(keys[: number + 1])!r}")
+        node = inner[key]
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError(f"set must name a single value in {name}, not {'.'.join(keys)!r}")
+    return text[: node.start_mark.index] + value + text[node.end_mark.index :]
+
+
 def _parse_yaml(text: str) -> Any:
     import yaml  # type: ignore[import-untyped, unused-ignore]
 

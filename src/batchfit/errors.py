@@ -10,6 +10,7 @@
     ├── TargetError           a target (`file.py:function`) could not be loaded
     ├── ChildDiedError        a child process ended for a reason that is not the batch size
     ├── ChildRaisedError      your code raised in a child process an error that this one does not know
+    ├── ProgramError          a program that was given as a command cannot be measured; its last lines
     ├── SettingsDifferError   a file to resume from holds a search or a sweep with other settings
     ├── RanksDisagreeError    ranks hold different values where all must agree
     ├── CollectivesError      steps issue collectives that a rank whose step failed cannot issue
@@ -206,6 +207,17 @@ class ChildRaisedError(BatchfitError):
     def __init__(self, type_name: str, text: str) -> None:
         self.type_name = type_name
         super().__init__(f"{type_name}: {text}")
+
+
+class ProgramError(BatchfitError):
+    """A program (`find -- python train.py ...`) failed by itself, or cannot be measured.
+
+    `lines` are the last ones that it has printed.
+    """
+
+    def __init__(self, text: str, *, lines: Iterable[str] = ()) -> None:
+        self.lines = tuple(lines)
+        super().__init__(text)
 
 
 class SettingsDifferError(BatchfitError):

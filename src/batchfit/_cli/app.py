@@ -23,15 +23,20 @@ from batchfit._cli.flags import (
     FlagValues,
     Group,
     OutputFile,
+    ProgramEnv,
+    ProgramSet,
     Target,
     TargetCommand,
+    TargetOrCommand,
     WholeTracebacks,
     end,
     flags_of,
     json_flag,
     listed,
     listed_sizes,
+    no_program_flags,
     plot_flag,
+    program_words,
     script_arguments,
     show_help,
 )
@@ -88,8 +93,10 @@ def batchfit_command(
 @flags_of(FindOptions, store=True)
 def find(
     context: typer.Context,
-    target: Target,
     flags: FlagValues,
+    target: TargetOrCommand = None,
+    env: ProgramEnv = None,
+    set_: ProgramSet = None,
     json: Annotated[bool, json_flag("The result as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
     traceback: WholeTracebacks = False,
@@ -97,9 +104,16 @@ def find(
     from batchfit._cli.commands.find import find_target
     from batchfit._cli.traced import Delivery, TargetCall
 
-    source = context.get_parameter_source("store")
-    asked = flags["store"] and source is not None and source.name == "COMMANDLINE"
     delivery = Delivery(as_json=json, output=output)
+    source = context.get_parameter_source("store")
+    if target is None:
+        from batchfit._cli.programs.find import ProgramCall, find_in_program
+
+        words = program_words(context)
+        program = ProgramCall(words, listed(env) or (), set_ or (), flags, delivery)
+        return end(lambda: find_in_program(program))
+    no_program_flags(env, set_)
+    asked = flags["store"] and source is not None and source.name == "COMMANDLINE"
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
     end(lambda: find_target(call, store_asked=asked))
 

@@ -60,6 +60,19 @@ def _of_predictions() -> Iterator[Feature]:
         ("attention in predictions", kernel_arguments.ATTENTION),
     ):
         yield _listed(name, "caveat", takes_others, partial(kernel_arguments.changed, operations))
+    yield _listed(
+        "workspaces of cuBLAS in predictions",
+        "caveat",
+        "this torch takes one per product, and predictions count two as kept:",
+        _workspaces_apart,
+    )
+
+
+def _workspaces_apart() -> list[str]:
+    """What this torch does with the workspaces of cuBLAS, where predictions count them otherwise."""
+    from batchfit._engine.torch_private import allocator
+
+    return [] if allocator.keeps_cublas_workspaces() else ["up to 65 MiB too many"]
 
 
 def _of_the_allocator() -> Iterator[Feature]:

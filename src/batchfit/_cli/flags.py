@@ -27,6 +27,36 @@ TARGET_HELP = (
 )
 FlagValues = dict[str, Any]  # what `flags_of` gives to a command
 Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)]
+TargetOrCommand = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TARGET]",
+        show_default=False,
+        help=f"{TARGET_HELP} Without TARGET: any command after --, with {{}} in the place of the batch size.",
+    ),
+]
+PROGRAM = "Commands after --"
+ProgramEnv = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME",
+        rich_help_panel=PROGRAM,
+        show_default=False,
+        help="Give the command the batch size in this environment variable.",
+    ),
+]
+ProgramSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FILE:KEY",
+        rich_help_panel=PROGRAM,
+        show_default=False,
+        help="Give the command a copy of FILE, YAML or JSON, with the batch size at KEY "
+        "(config.yaml:train.batch_size).",
+    ),
+]
 OutputFile = Annotated[
     Path | None,
     typer.Option(
@@ -68,6 +98,24 @@ def script_arguments(context: typer.Context) -> tuple[str, ...]:
     """What the user gave after `--`."""
     arguments: tuple[str, ...] = context.meta.get(_SCRIPT_ARGUMENTS, ())
     return arguments
+
+
+def program_words(context: typer.Context) -> tuple[str, ...]:
+    """The command after `--`; a missing TARGET is said where there is none."""
+    words = script_arguments(context)
+    if not words:
+        raise typer.BadParameter(
+            "give a TARGET (file.py:name), or any command after --: batchfit find -- python train.py "
+            "--batch-size {}"
+        )
+    return words
+
+
+def no_program_flags(env: list[str] | None, sets: list[str] | None) -> None:
+    """Refuse flags that say where a command gets its size where there is a TARGET."""
+    for name, given in (("--env", env), ("--set", sets)):
+        if given:
+            raise typer.BadParameter(f"{name} is for a command after --, without a TARGET")
 
 
 def listed(values: list[str] | None) -> list[str] | None:

@@ -32,11 +32,19 @@ Examples:
 FIND_HELP = f"""\
 Find the largest batch size that TARGET can run without running out of memory.
 
+Any program will do, with no line changed: its command stands after --, with
+{{}} in the place of the batch size. It is run a few steps at each size, in
+processes of its own, and ended before it saves or uploads anything.
+
 Sizes are really run, a few steps each, and the answer survives a stability
 check (soak) of more steps. Model, optimizer and random state are restored
 after every trial.
 
 Examples:
+  batchfit find -- python train.py --batch-size {{}}
+  batchfit find --budget 24GiB -- torchrun --nproc-per-node 2 train.py --bs {{}}
+  batchfit find --env BATCH_SIZE -- ./train.sh
+  batchfit find --set config.yaml:train.batch_size -- python train.py config.yaml
   batchfit find train.py:make_workload
   batchfit find train.py:make_workload --budget 24GiB --multiple-of 8
   batchfit find mypackage.train:make --strategy grow --start 19 --attempts 8

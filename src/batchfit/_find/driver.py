@@ -20,7 +20,7 @@ from typing import Any, Self, final
 
 from batchfit._engine.device.oom import needs_two_samples
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
-from batchfit._engine.trial.trial import RunTrial, TrialRequest
+from batchfit._engine.trial.trial import LargestBatch, RunTrial, TrialRequest
 from batchfit._find.pure.search import Observation, Request
 from batchfit._find.pure.shared_device import SharedBudget, under
 from batchfit._find.session import FindSession
@@ -107,6 +107,9 @@ class SearchDriver:
         """One trial, observed; None where no step of one sample can run, so that the search begins at 2."""
         try:
             trial = self._run_unless_disturbed(request)
+        except LargestBatch as end:
+            self.search = replace(self.search, max_size=max(end.size, self.search.sizes.first))
+            return None
         except Exception as error:
             # On all ranks, which run the same step: nobody waits for another.
             if request.size > 1 or not needs_two_samples(error) or self.search.max_size == 1:
@@ -209,6 +212,7 @@ class SearchDriver:
             start=asked.start,
             attempts=asked.attempts,
             min_size=asked.min_size,
+            max_size=asked.max_size,
         )
         self.session.file.save(whole, self.trials, elapsed_s)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
@@ -39,7 +39,20 @@ from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 
-FindTarget = Workload | Callable[[int], object] | Callable[[], object] | str
+
+@final
+@dataclass(frozen=True, slots=True)
+class OwnTrials:
+    """A target that runs its trials in a way of its own, a program's command for one.
+
+    `compared`: what a search that goes on must have in common with it, besides the options.
+    """
+
+    runner: TrialRunner
+    compared: Mapping[str, Any] = field(default_factory=dict)
+
+
+FindTarget = Workload | Callable[[int], object] | Callable[[], object] | str | OwnTrials
 
 
 @final
@@ -67,8 +80,10 @@ class FindSession:
         begun_s: float,
     ) -> FindSession:
         """Read the workload and the resume file, and agree with the other ranks; `stack` closes both."""
-        work = None if options.isolate else as_workload(target)
-        factory = Factory.of(target) if options.isolate else None
+        own = target if isinstance(target, OwnTrials) else None
+        here = own is None and not options.isolate
+        work = as_workload(target) if here else None
+        factory = Factory.of(target) if own is None and options.isolate else None
         if work is not None:
             options.check_key(has_model=work.model is not None)
         file = None if options.resume is None else ResumeFile(options.resume)
@@ -78,6 +93,7 @@ class FindSession:
             "soak_steps": options.soak_steps,
             "torch": torch.__version__,
             "world_size": ranks.world_size,
+            **({} if own is None else own.compared),
         }
         text = ""
         if file is not None and ranks.is_main:
@@ -85,7 +101,9 @@ class FindSession:
             text = file.read(options.search(), compared)
         everyone.meet()
         runs: TrialRunner
-        if factory is not None:
+        if own is not None:
+            runs = own.runner
+        elif factory is not None:
             device = str(options.device) if type(options.device) is int else options.device
             children = InChildren(factory, device=device, timeout_s=options.timeout_s, ranks=ranks)
             runs = stack.enter_context(children)

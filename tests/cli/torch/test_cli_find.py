@@ -161,7 +161,7 @@ class TestFlags:
     def test_flags_are_the_keywords_of_find_batch_size(self) -> None:
         from batchfit._cli.app import find
 
-        own = {"context", "target", "json", "output", "traceback"}
+        own = {"context", "target", "json", "output", "traceback", "env", "set_"}
         flags = {n: p.default for n, p in inspect.signature(find).parameters.items() if n not in own}
         keywords = {
             name: parameter.default

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchfit._cli.features import known_features
 from batchfit._engine.torch_private import allocator
+from batchfit._engine.trace.workload import unseen
 from batchfit._predict.oracle import allocator_rules
 
 NAMES = ("_cuda_isHistoryEnabled", "_cuda_clearCublasWorkspaces")
@@ -54,3 +56,25 @@ def test_settings_are_those_that_this_torch_reads(
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     assert allocator_rules().expandable_segments is grows
     assert ("PYTORCH_ALLOC_CONF" in allocator.settings_variables()) is not version.startswith("2.6")
+
+
+@pytest.mark.parametrize(
+    ("version", "cached", "keeps"),
+    [
+        ("2.14.1+cu130", None, True),
+        ("2.15.0+cu132", None, False),
+        ("2.15.0", "1", True),
+        ("3.0.0", "0", False),
+    ],
+)
+def test_predictions_say_where_workspaces_of_cublas_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch, version: str, cached: str | None, keeps: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    name = "TORCH_CUBLAS_WORKSPACE_CACHE"
+    monkeypatch.delenv(name, raising=False) if cached is None else monkeypatch.setenv(name, cached)
+    assert allocator.keeps_cublas_workspaces() is keeps
+    notes = [note for note in unseen(()) if note.startswith("cuBLAS:")]
+    assert notes == [] if keeps else "65 MiB" in notes[0]
+    (feature,) = [one for one in known_features() if one.name == "workspaces of cuBLAS in predictions"]
+    assert feature.state == ("works" if keeps else "caveat")

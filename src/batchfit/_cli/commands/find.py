@@ -51,7 +51,8 @@ class SearchJob:
     """A search to run: how its workload is made, and what to call it.
 
     `explain` turns an error of a step into what to say about it. `store_asked`: the store is not only on by
-    default, it was asked for. `arguments` are those of the target's script.
+    default, it was asked for. `arguments` are those of the target's script. `trials` makes what runs the
+    trials in place of a workload, and `use` shows how the size that was found is used.
     """
 
     what: str
@@ -61,6 +62,8 @@ class SearchJob:
     intro: str = ""
     store_asked: bool = False
     arguments: tuple[str, ...] = ()
+    trials: Callable[[SearchWatch, ProgressDisplay], Any] | None = None
+    use: Callable[[int], str] | None = None
 
 
 def find_target(call: TargetCall, *, store_asked: bool = False) -> Code:
@@ -131,13 +134,20 @@ def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> Fi
 
     try:
         _take_up(job.options.resume, watch, progress)
-        if job.options.isolate:
+        if job.trials is not None:
+            watched, options = job.trials(watch, progress), job.options
+        elif job.options.isolate:
             watched, options = _in_children(job, watch, progress), job.options
         else:
             watched, options = _loaded_here(job, watch, progress)
     except (ValueError, TypeError) as error:
         raise wrong_flag(error, "find") from None
-    progress.doing("choosing the first size" if watch.device else f"loading {job.what} in a child process")
+    if job.trials is not None:
+        progress.doing(f"starting {job.what}")
+    else:
+        progress.doing(
+            "choosing the first size" if watch.device else f"loading {job.what} in a child process"
+        )
     try:
         fit = find_with(watched, lambda: replace(options, on_trial=watch.on_trial))
     except (Exception, SystemExit) as error:
@@ -159,7 +169,7 @@ def _in_children(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) 
     join_launched()  # this process loads nothing of the target that could make a group
     return Factory(
         parse_target(job.what, job.arguments),
-        on_loaded=partial(_show_device, job, watch, progress),
+        on_loaded=partial(show_device, job, watch, progress),
         on_step=watch.step,
         on_output=pass_on if progress.draws_rows else None,  # or it would write over the picture
     )
@@ -182,13 +192,13 @@ def _loaded_here(
     if options.store and not job.store_asked and workload.model is None and options.key is None:
         options = replace(options, store=False, fresh=False)
     device = device_to_run(workload._held, options.device)
-    _show_device(
+    show_device(
         job, watch, progress, device.name, device.budget_bytes(), held_bytes=ram_bytes(workload._held)
     )
     return watch.over(workload), options
 
 
-def _show_device(
+def show_device(
     job: SearchJob,
     watch: SearchWatch,
     progress: ProgressDisplay,
@@ -215,6 +225,8 @@ def _failed(error: BaseException, job: SearchJob, watch: SearchWatch) -> Command
     """How a search that raised ends; None for an error of batchfit's own."""
     if isinstance(error, errors.TargetError | errors.SettingsDifferError | errors.ResultFileError):
         return CommandFailed(Code.USAGE, str(error))
+    if isinstance(error, errors.ProgramError):
+        return CommandFailed(Code.RAISED, str(error), details="\n".join(error.lines))
     if isinstance(error, errors.ChildRaisedError):
         return job.explain(error)
     if isinstance(error, errors.NothingFitsError):
@@ -268,10 +280,10 @@ def _deliver(
     if as_json:
         stdout.write(text)
         stdout.flush()
-        show_answer(fit, sys.stderr, with_table=False, saved=saved, ranks=ranks, kept=kept)
+        show_answer(fit, sys.stderr, with_table=False, saved=saved, ranks=ranks, kept=kept, use=job.use)
     else:
         with_table = not (rows_stand and is_terminal(stdout))
-        show_answer(fit, stdout, with_table=with_table, saved=saved, ranks=ranks, kept=kept)
+        show_answer(fit, stdout, with_table=with_table, saved=saved, ranks=ranks, kept=kept, use=job.use)
     if lost:
         raise CommandFailed(
             Code.BROKEN, f"the result could not be saved to {output}: {lost.strerror or lost}"

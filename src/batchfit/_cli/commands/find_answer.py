@@ -7,6 +7,7 @@ not here (that is `--json`); nothing is claimed that was not run.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -35,9 +36,17 @@ def headline(fit: FitResult) -> str:
 
 
 def facts(
-    fit: FitResult, *, saved: Path | None, ranks: int = 1, kept: str | None = None
+    fit: FitResult,
+    *,
+    saved: Path | None,
+    ranks: int = 1,
+    kept: str | None = None,
+    use: Callable[[int], str] | None = None,
 ) -> list[tuple[str, str]]:
-    """Device, memory, trials, and how to use the answer: (label, text) pairs."""
+    """Device, memory, trials, and how to use the answer: (label, text) pairs.
+
+    `use` shows the answer in the user's own command.
+    """
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     runs = [used_bytes(trial) for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
     used = max((count for count in runs if count is not None), default=None)
@@ -51,7 +60,9 @@ def facts(
         ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
         ("stopped", f"because {_reason(fit)}"),
     ]
-    if fit.stopped_because != "interrupted":
+    if fit.stopped_because != "interrupted" and use is not None:
+        lines += [*dataset_note(fit.batch_size + 1, fit.samples), ("use it", use(fit.batch_size))]
+    elif fit.stopped_because != "interrupted":
         lines += how_to_use(fit.batch_size, fit.samples, each=each)
     elif kept is not None:
         lines.append(("go on", f"the same command again: the search is in {kept}"))
@@ -102,12 +113,13 @@ def show_answer(
     saved: Path | None,
     ranks: int = 1,
     kept: str | None = None,
+    use: Callable[[int], str] | None = None,
 ) -> None:
     """Write the end of a search to a stream, in colour where it is a terminal."""
     table = ""
     if with_table:
         table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, shown below at length
-    rows = facts(fit, saved=saved, ranks=ranks, kept=kept)
+    rows = facts(fit, saved=saved, ranks=ranks, kept=kept, use=use)
     if not is_terminal(stream):
         body = "".join(f"{label:<8} {text}\n" for label, text in rows)
         stream.write(f"{table}\n{headline(fit)}\n{body}")

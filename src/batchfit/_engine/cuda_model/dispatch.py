@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.cuda_model import sequences
+from batchfit._engine.cuda_model import attention, sequences
 from batchfit._engine.cuda_model.workspaces import LOW
 from batchfit._engine.torch_private.autocast import region_of, set_region
 from batchfit._engine.torch_private.autograd import is_view
@@ -110,8 +110,8 @@ class CudaRules:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         needs = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        mask = _additive(attn_mask, query.dtype)
-        backend = self._backend(query, key, value, mask, enable_gqa)
+        mask = attention.additive(attn_mask, query.dtype)
+        backend = attention.backend(self.gpu, query, key, value, mask, grouped=enable_gqa)
         if backend == "cudnn":
             return aten._scaled_dot_product_cudnn_attention.default(
                 query, key, value, mask, needs, dropout_p, is_causal, False, scale=scale
@@ -121,65 +121,13 @@ class CudaRules:
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
         if backend == "efficient":
-            mask = _padded(mask, query, key)
+            mask = attention.padded(mask, query, key)
             return aten._scaled_dot_product_efficient_attention.default(
                 query, key, value, mask, needs, dropout_p, is_causal, scale=scale
             )[0]
         return aten._scaled_dot_product_attention_math.default(
             query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
-
-    def _backend(self, query: Any, key: Any, value: Any, mask: Any, grouped: bool) -> str:
-        """Which kernel torch takes on the GPU (sdp_utils.cpp), as far as they differ in memory."""
-        cuda: Any = torch.backends.cuda
-        low = query.dtype in LOW
-        head = query.shape[-1]
-        # Neither kernel reads a mask or a head whose neighbours are not side by side (T5's position bias).
-        apart = any(one is not None and one.stride(-1) != 1 for one in (query, key, value, mask))
-        if query.dim() != 4 or apart:
-            return "math"
-        learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        small = head % 8 == 0 and max(head, value.shape[-1]) <= 128
-        if self.gpu.prefers_cudnn_attention and cuda.cudnn_sdp_enabled() and low and small and not learns:
-            return "cudnn"
-        if (
-            self.gpu.capability >= (8, 0)
-            and cuda.flash_sdp_enabled()
-            and low
-            and mask is None
-            and head <= 256
-            and head == value.shape[-1]
-        ):
-            return "flash"
-        grouped = grouped and query.shape[1] != key.shape[1]
-        takes = cuda.mem_efficient_sdp_enabled() and not grouped and self._efficient(query, key, value)
-        return "efficient" if takes else "math"
-
-    def _efficient(self, query: Any, key: Any, value: Any) -> bool:
-        """The kernel's dtypes, and heads of whole vectors (minimum_gemm_alignment)."""
-        ampere = self.gpu.capability >= (8, 0)
-        kinds = (torch.float16, torch.float32, *((torch.bfloat16,) if ampere else ()))
-        step = 8 if query.dtype is not torch.float32 else 4 if ampere else 1
-        same = query.shape[-1] == key.shape[-1]
-        return query.dtype in kinds and same and query.shape[-1] % step == 0 and value.shape[-1] % step == 0
-
-
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as the numbers that torch adds to the scores."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    hidden = torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device)
-    return torch.where(mask, 0.0, hidden)
-
-
-def _padded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The mask as the kernel wants it: rows of a multiple of eight, one for every head of every sample."""
-    if mask is None:
-        return None
-    columns = mask.shape[-1]
-    if columns % 8:
-        mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
-    return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
 def _grouped_mm(

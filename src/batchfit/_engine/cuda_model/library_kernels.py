@@ -54,7 +54,7 @@ def _expanded(gradient: Tensor) -> tuple[int, ...]:
 
 
 def _efficient_attention_backward(args: Any, gpu: Gpu) -> Extra:
-    query, mask = args[1], args[4]
+    query, key, mask = args[1], args[2], args[4]
     batch, heads, length, width = query.shape
     blocks = -(-length // 64)
     wide = -(-width // 64) * 64
@@ -62,6 +62,8 @@ def _efficient_attention_backward(args: Any, gpu: Gpu) -> Extra:
     found = [batch * heads * (blocks * 64 * wide * FP32_BYTES + blocks * 16), rows * FP32_BYTES]
     if query.dtype not in LOW:
         found.append(query.numel() * FP32_BYTES)  # gradient times output
+    if key.shape[1] != heads:  # torch 2.14 and later, by its source: a gradient per head, then summed
+        found += [batch * heads * key.shape[2] * width * key.element_size()] * 2
     outputs = {}
     if mask is not None and mask.shape[-1] % 8:
         columns = -(-mask.shape[-1] // 64) * 64

@@ -12,6 +12,8 @@ _CUDA: Final = "PYTORCH_CUDA_ALLOC_CONF"
 _HIP: Final = "PYTORCH_HIP_ALLOC_CONF"
 _ANY: Final = "PYTORCH_ALLOC_CONF"
 _SINCE: Final = (2, 9)  # a name in a library of C++: nothing but the version says it
+_PER_PRODUCT_SINCE: Final = (2, 15)  # so is this
+_KEPT: Final = "TORCH_CUBLAS_WORKSPACE_CACHE"
 
 
 def history_is_recorded() -> bool:
@@ -27,6 +29,11 @@ def clear_cublas_workspaces() -> bool:
         return False
     clear()
     return True
+
+
+def keeps_cublas_workspaces() -> bool:
+    """Whether the workspaces of cuBLAS stay after a product; later torches take one per product."""
+    return _release() < _PER_PRODUCT_SINCE or os.environ.get(_KEPT) == "1"
 
 
 def can_tell_history() -> bool:
@@ -46,8 +53,7 @@ def settings_variables() -> tuple[str, ...]:
 
 def reads_any_name() -> bool:
     """Whether PYTORCH_ALLOC_CONF is one of them."""
-    release = torch.__version__.split("+")[0].split(".")
-    return (int(release[0]), int(release[1])) >= _SINCE
+    return _release() >= _SINCE
 
 
 def settings_text() -> str:
@@ -58,3 +64,8 @@ def settings_text() -> str:
 
 def _has_cuda() -> bool:
     return torch.version.cuda is not None or torch.version.hip is not None
+
+
+def _release() -> tuple[int, int]:
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    return int(major), int(minor)

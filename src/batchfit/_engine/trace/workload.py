@@ -33,6 +33,7 @@ from batchfit._engine.allocator.footprint import (
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu
 from batchfit._engine.cuda_model.autocast_check import autocast_caveat
 from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.trace.blocks import counts_of_one_holder
 from batchfit._engine.trace.fake_state import is_paged
@@ -313,6 +314,11 @@ def unseen(parts: Iterable[Any]) -> Iterator[str]:
         )
     if autocast_caveat():
         yield autocast_caveat()
+    if not keeps_cublas_workspaces():
+        yield (
+            f"cuBLAS: torch {torch.__version__} takes a workspace per product, and two are counted as kept "
+            "(measured with torch 2.11): up to 65 MiB too many"
+        )
     for part in parts:
         if is_paged(part):
             yield (

@@ -67,6 +67,14 @@ class TrialRequest:
 RunTrial = Callable[[TrialRequest], Trial | None]
 
 
+class LargestBatch(Exception):
+    """A trial has shown that no batch of the program is larger than `size`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        super().__init__(f"no batch is larger than {size}")
+
+
 class TrialRunner(Protocol):
     """Runs the trials of a search: `InProcess`, or `InChildren` with `isolate=True`."""
 

@@ -14,6 +14,7 @@ import gc
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -47,6 +48,7 @@ class Ledger:
         # Reentrant: a garbage collection may run a finalizer that reads us while we hold the lock.
         self.lock = threading.RLock()
         self.off = False  # in a forked child: what it allocates is not this device's
+        self.on_refused: Callable[[torch.OutOfMemoryError], None] | None = None
 
     def drain(self) -> None:
         """Take the storages that have died off the count. With the lock held."""
@@ -155,9 +157,12 @@ class Ledger:
     def error(self, wanted: int) -> torch.OutOfMemoryError:
         # Begins as the CUDA allocator's message does, for code that reads the text and not the type.
         free = max(0, self.limit - self.allocated)
-        return torch.OutOfMemoryError(
+        error = torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {format_bytes(wanted)}. This is virtual memory on the "
             f"CPU, no GPU is involved: it has a total capacity of {format_bytes(self.limit)} of which "
             f"{format_bytes(free)} is free; live tensors hold {format_bytes(self.allocated)}. "
             "(batchfit.virtual_memory)"
         )
+        if self.on_refused is not None:
+            self.on_refused(error)
+        return error

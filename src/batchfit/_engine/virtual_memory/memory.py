@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -73,6 +73,10 @@ class VirtualMemory:
         with self._ledger.lock:
             self._ledger.drain()
             self._ledger.peak = self._ledger.allocated
+
+    def on_refused(self, call: Callable[[torch.OutOfMemoryError], None]) -> None:
+        """Have `call` called with each error, before it is raised."""
+        self._ledger.on_refused = call
 
     @contextmanager
     def lowered(self, limit_bytes: int | str) -> Iterator[VirtualMemory]:

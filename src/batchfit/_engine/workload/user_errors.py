@@ -109,11 +109,11 @@ def is_users(filename: str, *, home: str | None) -> bool:
     path = os.path.realpath(filename)
     at_home = home is not None and _below(path, home)
     parts = Path(path).relative_to(home).parts if home is not None and at_home else Path(path).parts
-    if _INSTALLED.intersection(parts):
+    if _INSTALLED.intersection(parts) or _below(path, _OURS):
         return False
     if at_home and _INSTALLED.intersection(Path(path).parts):
         return True
-    return not any(_below(path, folder) for folder in (_OURS, *_standard_library()))
+    return not any(_below(path, folder) for folder in _standard_library())
 
 
 def _keep_users_frames(shown: traceback.TracebackException, *, home: str | None, seen: set[int]) -> int:

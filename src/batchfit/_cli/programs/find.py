@@ -1,0 +1,86 @@
+"""`batchfit find -- python train.py --batch-size {}`: from a command to an answer.
+
+Rules: as in `find`; what is wrong with the command is said before anything is started. Trials are always in
+processes of their own, so `--isolate` changes nothing, and options that need the workload here are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from batchfit._cli.commands.find import SearchJob, options_of, run_job, show_device
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.output import check_writable
+from batchfit._cli.traced import Delivery, wrong_flag
+from batchfit._program.pure.template import CommandTemplate, FileSetting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from batchfit._cli.progress import ProgressDisplay
+    from batchfit._cli.search_watch import SearchWatch
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCall:
+    """What was typed: the command after `--`, places of the size besides it, flags, where the answer goes."""
+
+    words: tuple[str, ...]
+    env: Sequence[str]
+    sets: Sequence[str]
+    flags: Mapping[str, Any]
+    delivery: Delivery
+
+    def template(self, command: str) -> CommandTemplate:
+        """The command with its places; a wrong one is refused."""
+        try:
+            sets = tuple(FileSetting.parse(text) for text in self.sets)
+            return CommandTemplate(words=self.words, env=tuple(self.env), sets=sets)
+        except ValueError as error:
+            raise wrong_flag(error, command) from None
+
+
+def find_in_program(call: ProgramCall) -> Code:
+    """Find the largest size that the program can run with; the flags are options of `find_batch_size`."""
+    from pathlib import Path
+
+    if call.flags.get("resume") is not None:
+        check_writable(Path(call.flags["resume"]), name="resume")
+    template = call.template("find")
+    if call.flags.get("key") is not None or call.flags.get("fresh"):
+        raise wrong_flag(
+            ValueError("key and fresh must be left out for a command, which has no store"), "find"
+        )
+    options = options_of({**call.flags, "isolate": True, "store": False})
+    call.delivery.check()
+
+    def trials(watch: SearchWatch, progress: ProgressDisplay) -> Any:
+        from batchfit._program.find import program_trials
+        from batchfit._program.trials import ProgramTarget
+
+        target = ProgramTarget(
+            template=template,
+            on_device=partial(show_device, job, watch, progress),
+            on_step=watch.step,
+        )
+        return program_trials(target, options)
+
+    job = SearchJob(
+        what=template.shown_template(),
+        make=_no_workload,
+        explain=_unexplained,
+        options=options,
+        trials=trials,
+        use=template.shown,
+    )
+    return run_job(job, as_json=call.delivery.as_json, output=call.delivery.output)
+
+
+def _no_workload() -> NoReturn:
+    raise AssertionError("a program is no workload")
+
+
+def _unexplained(error: BaseException) -> CommandFailed:
+    return CommandFailed(Code.RAISED, f"{type(error).__name__}: {error}")

@@ -1,0 +1,40 @@
+"""Copies of the config files that a command is given, with the batch size in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchfit._documents import with_value
+from batchfit._program.pure.template import CommandTemplate
+from batchfit.errors import ProgramError
+
+
+def write_copies(template: CommandTemplate, size: int, folder: Path) -> dict[str, str]:
+    """Write the copies for this size into the folder; their paths by the names in the command."""
+    copies: dict[str, str] = {}
+    for number, (name, text) in enumerate(changed_files(template, size).items()):
+        place = folder / str(number)
+        try:
+            place.mkdir(exist_ok=True)
+            (place / Path(name).name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ProgramError(
+                f"the copy of {name} could not be written: {error.strerror or error}"
+            ) from None
+        copies[name] = str(place / Path(name).name)
+    return copies
+
+
+def changed_files(template: CommandTemplate, size: int) -> dict[str, str]:
+    """The texts of the files with the size in them; what is wrong with a setting is a `ValueError`."""
+    texts: dict[str, str] = {}
+    for one in template.sets:
+        if one.file not in texts:
+            try:
+                texts[one.file] = Path(one.file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"set must name a file that can be read, not {one.file!r}: {error}"
+                ) from None
+        texts[one.file] = with_value(texts[one.file], one.keys, str(size), name=one.file)
+    return texts

@@ -1,0 +1,45 @@
+"""The search over a program's sizes: options and a command in, what `find_with` needs out.
+
+Rules: the first run of the command is the first trial of the search, also where a file is resumed from. A
+search in a file goes on only with the same command.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchfit._engine.trial.in_children import ChildDevice
+from batchfit._engine.trial.pure.soak import SOAK_STEPS
+from batchfit._engine.trial.trial import TrialRequest
+from batchfit._find.pure.options import FindOptions
+from batchfit._find.resume import ResumeFile
+from batchfit._find.session import OwnTrials
+from batchfit._program.config_copy import changed_files
+from batchfit._program.trials import ProgramTarget, ProgramTrials
+
+
+def program_trials(target: ProgramTarget, options: FindOptions) -> OwnTrials:
+    """The trials of a program, for `find_with`; nothing is run yet."""
+    search = options.search()
+    known: ChildDevice | None = None
+    kept = None if options.resume is None else ResumeFile(options.resume).kept()
+    if kept is not None:
+        search = kept.search
+        device = kept.settings.get("device")
+        if search.ask() is None and isinstance(device, str) and search.budget_bytes:
+            known = ChildDevice(device, search.budget_bytes, search.budget_bytes, 0)  # nothing will be run
+    soak_steps = max(SOAK_STEPS, options.steps) if options.soak_steps is None else options.soak_steps
+    request = search.ask()
+    size, soak = (search.sizes.first, False) if request is None else (request.size, request.soak)
+    first = TrialRequest(size, steps=soak_steps if soak else options.steps, soak=soak)
+    target = replace(
+        target,
+        budget_bytes=options.budget_bytes,
+        device=None if options.device is None else str(options.device),
+        timeout_s=options.timeout_s,
+        soak_steps=soak_steps,
+    )
+    changed_files(target.template, size)  # what is wrong with them is said before anything is run
+    template = target.template
+    command = [*template.words, *template.env, *(f"{one.file}:{'.'.join(one.keys)}" for one in template.sets)]
+    return OwnTrials(ProgramTrials(target, first, known=known), {"command": command})

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: Python imports its `sitecustomize` at start, before the program's first line."""

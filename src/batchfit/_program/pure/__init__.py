@@ -1,0 +1,1 @@
+"""What is decided about a program without running it: its command, its environment, how it ended."""

@@ -1,0 +1,64 @@
+"""What the program does with the size: uses it, has no more samples, accumulates, or never looks at it.
+
+Rules: judged from two sizes that ran, one at least twice the other, by the samples of the forward passes,
+their number per step, and the peak. Where the peak grows, the size is used, whatever the passes show: their
+first dimension need not be the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+_SAME_PEAK_SHARE = 0.005  # two peaks this close are the same
+_MORE_PASSES = 1.5
+_TRACKS = 0.9  # of what the size promises
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeUse:
+    """What one size showed: the most samples of a pass, passes per optimizer step, the peak."""
+
+    size: int
+    samples: int
+    passes: int
+    peak_bytes: int | None
+
+
+def largest_batch(uses: Sequence[SizeUse]) -> int | None:
+    """The size beyond which the program's batches grow no more; None where none is known."""
+    for small, large in _pairs(uses):
+        per_size = small.samples / small.size
+        follows = per_size == int(per_size) and per_size > 0
+        if follows and small.samples < large.samples < _TRACKS * per_size * large.size:
+            return int(large.samples // per_size)
+    return None
+
+
+def wrong_use(uses: Sequence[SizeUse]) -> str:
+    """Why the search makes no sense; empty where it does."""
+    for small, large in _pairs(uses):
+        if small.peak_bytes is None or large.peak_bytes is None or small.samples != large.samples:
+            continue
+        if large.peak_bytes > small.peak_bytes * (1 + _SAME_PEAK_SHARE):
+            continue
+        if small.passes and large.passes >= _MORE_PASSES * small.passes:
+            return (
+                f"the program cuts its batch itself: at {small.size} a step is {small.passes} forward passes "
+                f"of {small.samples} samples, at {large.size} it is {large.passes} "
+                f"of {large.samples} (gradient accumulation), so memory does not grow. "
+                "Put {} in the place of the size of a microbatch"
+            )
+        return (
+            f"the size changes nothing: at {small.size} and at {large.size} the forward passes have "
+            f"{large.samples} samples and the peak is the same. The program takes its batch size from "
+            f"elsewhere, or has only {large.samples} samples"
+        )
+    return ""
+
+
+def _pairs(uses: Sequence[SizeUse]) -> list[tuple[SizeUse, SizeUse]]:
+    ordered = sorted(uses, key=lambda one: one.size)
+    return [(small, large) for small in ordered for large in ordered if large.size >= 2 * small.size]

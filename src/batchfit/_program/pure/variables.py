@@ -1,0 +1,39 @@
+"""The environment of a probe: what says that it is one, and what keeps it from writing elsewhere.
+
+Rules: each tool is switched off by its own documented variable, and a value that the user has set stays for
+those that only choose a place. Reads are not cut off: a program may need a model from the hub.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+# Trackers and uploads, off in probes.
+QUIET = {
+    "BATCHFIT_PROBE": "1",
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "PYTHONUNBUFFERED": "1",  # the last lines of a program that is killed
+}
+
+
+def probe_variables(
+    environment: Mapping[str, str], *, inject: str, source: str, folder: str, settings: str
+) -> dict[str, str]:
+    """The environment of a probe whose own files are in `folder`."""
+    path = environment.get("PYTHONPATH", "")
+    return {
+        **environment,
+        **QUIET,
+        "MLFLOW_TRACKING_URI": f"file:{folder}/t/mlruns",
+        "TMPDIR": f"{folder}/t",
+        "PYTHONPATH": os.pathsep.join([inject, path]) if path else inject,
+        "BATCHFIT_PROBE_FOLDER": folder,
+        "BATCHFIT_PROBE_SOURCE": source,
+        "BATCHFIT_PROBE_SETTINGS": settings,
+    }

@@ -1,0 +1,380 @@
+"""The trials of a program: each is a run of its command, with a probe in its Python.
+
+Rules:
+- One trial, one run of the command; a size that has run long enough is not run again for its stability
+  check.
+- Starting a program costs more than its steps. Where the steps of a stability check cost less than half of
+  the start, a trial takes them at once: then the answer needs no run of its own.
+- What counts as too big: an OOM on any rank, caught or not; a process that was killed; a run that hangs after
+  its first step. Every other failure is the program's own, with its last lines.
+- A program that ends by itself has run whole at that size.
+- Nothing outlives a trial: neither a process nor a file of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, final
+
+import batchfit
+from batchfit._engine.device.device import read_ram, without_budget
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.trial.in_children import ChildDevice, ending_text
+from batchfit._engine.trial.trial import LargestBatch, RunTrial, TrialRequest
+from batchfit._program.command_run import CommandRun, ProbeFolder, new_token
+from batchfit._program.config_copy import write_copies
+from batchfit._program.pure.template import CommandTemplate
+from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
+from batchfit._program.pure.variables import probe_variables
+from batchfit._program.rank_reports import Reports
+from batchfit.errors import ProgramError
+from batchfit.results import Trial
+
+_SILENT_S = 600.0  # without a word: then it hangs
+_FIRST_STEP_S = 3600.0  # whatever it prints
+_FAREWELL_S = 10.0  # for the other ranks and the launcher, after one rank has failed
+_SOAK_SHARE_OF_START = 0.5
+_INJECT = Path(__file__).parent / "probe" / "inject"
+_SOURCE = Path(batchfit.__file__).parent.parent
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramTarget:
+    """A program to run at many sizes."""
+
+    template: CommandTemplate
+    budget_bytes: int | None = None
+    device: str | None = None
+    timeout_s: float | None = None
+    soak_steps: int = 25
+    on_device: Callable[[str, int], object] | None = None
+    on_step: Callable[[int, int], object] | None = None
+
+
+@final
+@dataclass(slots=True)
+class _Ran:
+    trial: Trial
+    whole: bool  # the program ended by itself
+    unseen_s: float = 0.0  # what it took, while the search does not know of it
+
+
+@final
+@dataclass(slots=True)
+class _Follow:
+    """One run while it is followed."""
+
+    run: CommandRun
+    request: TrialRequest
+    reports: Reports = field(default_factory=Reports)
+    code: int | None = None
+    silent: bool = False
+    reached: bool = False
+    not_started: list[Any] | None = None
+    failed_s: float | None = None
+
+
+@final
+class ProgramTrials:
+    """Runs the trials of a search as runs of a command."""
+
+    def __init__(
+        self, target: ProgramTarget, first: TrialRequest, *, known: ChildDevice | None = None
+    ) -> None:
+        """`first` is the request that the search will begin with: it shows the device."""
+        self.target = target
+        self._first = first
+        self._device = known
+        self._ran: dict[int, _Ran] = {}
+        self._uses: list[SizeUse] = []
+        self._samples: int | None = None
+        self._available = 0 if known is None else known.available_bytes
+        self.starts_s: list[float] = []
+        self.world_size = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left to end: each trial ends its own run."""
+
+    @property
+    def device(self) -> ChildDevice:
+        """Where the program runs; the first trial is run to see it."""
+        if self._device is None:
+            trial = self._run(self._first, budget_bytes=self.target.budget_bytes)
+            self._ran[trial.size].unseen_s = trial.elapsed_s
+            if self._device is None:  # its first run was out of memory before it had chosen a device
+                self._see("cpu", self.target.budget_bytes or _ram_bytes())
+        assert self._device is not None
+        return self._device
+
+    def _see(self, name: str, available_bytes: int) -> None:
+        self._available = available_bytes
+        if self._device is None:
+            self._device = ChildDevice(
+                name, available_bytes, max(available_bytes, self.target.budget_bytes or 0), 0
+            )
+            if self.target.on_device is not None:
+                self.target.on_device(name, available_bytes)
+
+    @property
+    def state_elements(self) -> int:
+        """Not known: the state is in the program."""
+        return 0
+
+    @property
+    def state_bytes(self) -> None:
+        """Not known: the state is in the program."""
+        return None
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples the program's batches have at most, where that was met."""
+        return self._samples
+
+    def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        """Do nothing: a program whose rank failed is ended as a whole."""
+
+    def reachable_bytes(self, least_bytes: int) -> int:
+        """Bytes that the last run could use."""
+        return self._available
+
+    def reachable_after_bytes(self) -> int:
+        """Bytes that the last run could use."""
+        return self._available
+
+    def regroup(self) -> None:
+        """Do nothing: no state of a trial outlives its run."""
+
+    @contextlib.contextmanager
+    def trying(self, budget_bytes: int) -> Iterator[RunTrial]:
+        """A context with a function that runs one trial under the budget."""
+        yield partial(self._run, budget_bytes=budget_bytes)
+
+    def _run(self, request: TrialRequest, *, budget_bytes: int | None) -> Trial:
+        known = self._ran.get(request.size)
+        if known is not None and (
+            known.whole or not known.trial.fits or known.trial.steps_run >= request.steps
+        ):
+            elapsed_s, known.unseen_s = known.unseen_s, 0.0
+            return known.trial.model_copy(update={"soak": request.soak, "elapsed_s": elapsed_s})
+        follow = self._follow_run(request, budget_bytes)
+        trial = self._judged(follow)
+        whole = trial.fits and not follow.reached
+        if follow.reports.device:
+            self._see(follow.reports.device, follow.reports.budget_bytes or _ram_bytes())
+        self._ran[request.size] = _Ran(trial, whole)
+        if trial.fits:
+            self._note_use(follow.reports.use(request.size))
+        return trial
+
+    def _note_use(self, use: SizeUse) -> None:
+        self._uses.append(use)
+        wrong = wrong_use(self._uses)
+        if wrong:
+            raise ProgramError(wrong)
+        largest = largest_batch(self._uses)
+        if largest is not None and use.size > largest:
+            self._samples = largest
+            raise LargestBatch(largest)
+
+    # --- one run
+
+    def _follow_run(self, request: TrialRequest, budget_bytes: int | None) -> _Follow:
+        target = self.target
+        folder = ProbeFolder()
+        try:
+            files = write_copies(target.template, request.size, folder.path)
+            token = new_token()
+            settings = {
+                "socket": str(folder.path / "s"),
+                "token": token,
+                "steps": request.steps,
+                "stops": True,
+                "device": target.device or "",
+                "budget_bytes": budget_bytes,
+                "ram_bytes": _ram_bytes(),
+            }
+            environment = probe_variables(
+                {**_compile_cache(), **os.environ, **target.template.variables(request.size)},
+                inject=str(_INJECT),
+                source=str(_SOURCE),
+                folder=str(folder.path),
+                settings=json.dumps(settings),
+            )
+            command = target.template.command(request.size, out=str(folder.path / "out"), files=files)
+            run = CommandRun(command, environment, folder, token)
+        except BaseException:
+            folder.remove()
+            raise
+        follow = _Follow(run, request)
+        try:
+            self._follow(follow)
+            failed = run.found("failed")
+            if failed is not None and not follow.reports.heard:
+                raise ProgramError(f"the probe could not start in the program's Python: {failed.strip()}")
+            if not follow.reports.heard and follow.code == 0:
+                raise ProgramError(_unseen(command[0], had_python=run.found("python") is not None))
+        finally:
+            run.end()
+        return follow
+
+    def _follow(self, follow: _Follow) -> None:
+        """Listen until there is an answer, or the program has ended."""
+        run, reports = follow.run, follow.reports
+        silent_s = self.target.timeout_s or _SILENT_S
+        for event in run.events(silent_s):
+            kind, now = event["kind"], time.monotonic()
+            reports.take(event, now)
+            if kind == "silent":
+                follow.silent = True
+                return
+            if kind == "not_started":
+                follow.not_started = event["error"]
+                return
+            if kind == "ended":
+                follow.code = event["code"]
+                for late in run.drain():
+                    reports.take(late, now)
+                return
+            if kind == "step" and self.target.on_step is not None:
+                self.target.on_step(follow.request.size, event["number"])
+            if kind == "reached" and self._is_enough(follow):
+                follow.reached = True
+                return
+            if reports.failure is not None:
+                follow.failed_s = follow.failed_s or now
+                certain = reports.failure.weight == 3
+                if certain or now - follow.failed_s > _FAREWELL_S:
+                    return
+            first_s = _FIRST_STEP_S if self.target.timeout_s is None else self.target.timeout_s
+            if not reports.stepping and now - run.begun_s > first_s:
+                follow.silent = True
+                return
+
+    def _is_enough(self, follow: _Follow) -> bool:
+        """Whether all ranks have taken the steps; where more of them cost little, they go on."""
+        reports, run = follow.reports, follow.run
+        peers = reports.waiting()
+        if not peers:
+            return False
+        start_s = (reports.first_pass_s or run.begun_s) - run.begun_s
+        more = self.target.soak_steps - reports.steps_run
+        cost_s = more * (reports.step_s() or 0.0)
+        if more <= 0 or cost_s > _SOAK_SHARE_OF_START * start_s:
+            return True
+        reports.go_on()
+        run.answer(peers, until=self.target.soak_steps)
+        return False
+
+    def _judged(self, follow: _Follow) -> Trial:
+        """The trial that a run was; raises where it was none."""
+        reports, request, run = follow.reports, follow.request, follow.run
+        elapsed_s = time.monotonic() - run.begun_s
+        self.world_size = max(self.world_size, reports.world_size)
+        if reports.first_pass_s is not None:
+            self.starts_s.append(reports.first_pass_s - run.begun_s)
+        made = partial(reports.trial, request.size, soak=request.soak, elapsed_s=elapsed_s)
+        self._check_nodes(reports)
+        if follow.not_started is not None:
+            _number, text = follow.not_started
+            what = self.target.template.words[0]
+            raise ProgramError(f"the command could not be started: {what}: {text}", lines=[])
+        if follow.reached:
+            return made(outcome="fits")
+        failure = reports.failure
+        if failure is not None and failure.outcome is not None:
+            mine = failure.ambiguous and not self._smaller_ran(request.size)
+            if not mine:
+                return made(outcome=failure.outcome)
+        if failure is not None:
+            raise self._own_error(follow)
+        if follow.silent:
+            return self._hung(follow, made)
+        code = follow.code or 0
+        if code == 0 and reports.steps_run:
+            return made(outcome="fits")
+        if code == 0 and not reports.died:
+            if self._smaller_ran(request.size):
+                text = "the program ended without a step: has it fewer samples than the batch?"
+                return made(outcome="too_large", message=text)
+            raise self._error("the program ended before its first step", follow)
+        return self._died(follow, made)
+
+    def _died(self, follow: _Follow, made: Callable[..., Trial]) -> Trial:
+        """A program that ended with a code, or by a signal, and said nothing about it."""
+        code = follow.code or 0
+        code = 128 - code if code > 128 else code  # as a shell says it: 137 is SIGKILL
+        killed = code == -9 or (follow.reports.died and code != 0)
+        smaller = self._smaller_ran(follow.request.size)
+        if code == -9 or (smaller and (killed or code < 0)):
+            return made(outcome="killed", message=f"the program {ending_text(-9 if killed else code)}")
+        number = follow.reports.steps_run
+        where = f"in step {number + 1}" if number else "before its first step"
+        raise self._error(f"the program {ending_text(code)} {where}", follow)
+
+    def _hung(self, follow: _Follow, made: Callable[..., Trial]) -> Trial:
+        limit_s = self.target.timeout_s or _SILENT_S
+        if not follow.reports.stepping:
+            raise self._error(
+                f"the program took no step within {limit_s:g} s (timeout_s sets how long to wait)", follow
+            )
+        return made(
+            outcome="timeout", message=f"the program was stopped: no step within {limit_s:g} s (timeout_s)"
+        )
+
+    def _smaller_ran(self, size: int) -> bool:
+        return any(one < size and ran.trial.fits for one, ran in self._ran.items())
+
+    def _own_error(self, follow: _Follow) -> ProgramError:
+        failure = follow.reports.failure
+        assert failure is not None
+        if failure.kind == "EOFError":
+            return self._error("the program asks for input, and a probe has none", follow)
+        return self._error(f"the program raised {failure.text}", follow)
+
+    def _error(self, text: str, follow: _Follow) -> ProgramError:
+        smaller = sorted(size for size, ran in self._ran.items() if ran.trial.fits)
+        ran = f" ({smaller[-1]} ran)" if smaller else ""
+        failure = follow.reports.failure
+        lines = follow.run.tail.lines() or (list(failure.lines) if failure is not None else [])
+        return ProgramError(f"{text}, at batch size {follow.request.size}{ran}", lines=lines)
+
+    def _check_nodes(self, reports: Reports) -> None:
+        for one in reports.ranks.values():
+            if one.world_size > one.local_world_size:
+                raise ProgramError(
+                    f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
+                    "search runs on one node. Find with one node, and use the size per process on all"
+                )
+
+
+def _unseen(name: str, *, had_python: bool) -> str:
+    if had_python:
+        return f"the program never imported torch: {name} ran to its end, and there was nothing to measure"
+    return (
+        f"no Python was seen in the program: {name} is none, or starts one that ignores PYTHONPATH (python "
+        "-I, -E), a container, or another machine"
+    )
+
+
+def _ram_bytes() -> int:
+    return without_budget("cpu", read_ram().available_bytes * 9 // 10)
+
+
+def _compile_cache() -> dict[str, str]:
+    """Compiled kernels are kept where they always are, though a probe has a temporary folder of its own."""
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        return {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"}
+    return {}

@@ -1,0 +1,40 @@
+"""What a program does with the size, from what two sizes showed."""
+
+from __future__ import annotations
+
+from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
+
+
+def use(size: int, *, samples: int, passes: int = 1, peak: int | None = 1000) -> SizeUse:
+    return SizeUse(size=size, samples=samples, passes=passes, peak_bytes=peak)
+
+
+def test_a_program_that_uses_the_size() -> None:
+    uses = [use(1, samples=1), use(8, samples=8, peak=8000)]
+    assert wrong_use(uses) == ""
+    assert largest_batch(uses) is None
+
+
+def test_accumulation_is_said_with_both_sizes() -> None:
+    text = wrong_use([use(8, samples=8), use(64, samples=8, passes=8)])
+    assert "at 8 a step is 1 forward passes of 8 samples, at 64 it is 8 of 8" in text
+
+
+def test_a_size_that_changes_nothing() -> None:
+    assert "the size changes nothing" in wrong_use([use(1, samples=32), use(16, samples=32)])
+
+
+def test_a_first_dimension_that_is_no_batch_says_nothing_where_memory_grows() -> None:
+    assert wrong_use([use(1, samples=128), use(16, samples=128, peak=9000)]) == ""
+
+
+def test_without_readings_or_twice_the_size_nothing_is_said() -> None:
+    assert wrong_use([use(8, samples=8, peak=None), use(64, samples=8, peak=None)]) == ""
+    assert wrong_use([use(8, samples=8), use(9, samples=8)]) == ""
+
+
+def test_a_dataset_that_ends() -> None:
+    assert largest_batch([use(4, samples=4), use(64, samples=50, peak=9000)]) == 50
+    # Two views per sample: what counts is the size, not the rows.
+    assert largest_batch([use(4, samples=8), use(64, samples=100, peak=9000)]) == 50
+    assert largest_batch([use(4, samples=3), use(64, samples=50, peak=9000)]) is None
