@@ -34,12 +34,10 @@ OLD = """
 accelerate
 api
 benchmarks
-choose
 coming-from
 complaints
 explain
 find
-init
 how-it-works
 lightning
 loader
