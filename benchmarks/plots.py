@@ -91,18 +91,58 @@ def find(found: Results) -> Any:
             text = f"{one['answer'] or 'none'}{', dies' if dies else ''}: {one['seconds']:.1f} s{ooms}"
             panel.annotate(text, (max(share, 100) + 3, at), fontsize=7, va="center")
         panel.axvline(100, color="black", linewidth=0.5)
-        panel.set(title=f"{name} GiB", xlim=(0, 185), xticks=(0, 50, 100), yticks=range(len(names)))
-        panel.set_yticklabels([one.replace("batchfit_predict", "batchfit, as it comes") for one in names])
+        panel.set(title=titled(name, "{} GiB"), xlim=(0, 185), xticks=(0, 50, 100), yticks=range(len(names)))
+        panel.set_yticklabels([FINDERS.get(one, one) for one in names])
         panel.set_xlabel("answer, % of the largest that lasts")
     return figure
+
+
+# Keys of the JSON -> what a reader knows.
+FINDERS = {
+    "batchfit_predict": "batchfit",
+    "batchfit": "batchfit, no prediction",
+    "accelerate": "Accelerate",
+    "accelerate_4096": "Accelerate, from 4096",
+    "lightning_power": "Lightning, power",
+    "lightning_binsearch": "Lightning, binsearch",
+    "torch_max_mem": "torch-max-mem",
+    "batch_finder": "batch-finder",
+}
+MODELS = {
+    "gpt2": "GPT-2 small",
+    "resnet50": "ResNet-50",
+    "vit": "ViT-B/16",
+    "t5_small": "T5-small",
+    "convnext": "ConvNeXt",
+    "llama110m": "Llama-110M",
+}
+RAGGED_WAYS = {
+    "ours": "batchfit",
+    "by_hand": "packed by hand",
+    "fixed_8": "fixed microbatches of 8",
+    "fixed_12": "fixed microbatches of 12",
+    "one_shape": "one length, no padding (the limit)",
+    "halving": "halved after each OOM",
+}
+
+
+def titled(case: str, memory: str) -> str:
+    """`gpt2/24` as "GPT-2 small, 24 GiB"."""
+    model, _, size = case.partition("/")
+    return f"{MODELS.get(model, model)}, {memory.format(size)}"
 
 
 def ragged(found: Results) -> Any:
     """Tokens a second by each way, cold and warm, with the same switch for all."""
     ways = list(dict.fromkeys(name.split("/")[0] for name, one in found.items() if "cold" in one))
-    figure, panels = canvas().subplots(1, 2, figsize=(11, 3.2), layout="constrained", sharex=True)
+    figure, panels = canvas().subplots(
+        1, 2, figsize=(12, 3.4), layout="constrained", sharex=True, sharey=True
+    )
     for panel, flags, title in zip(
-        panels, ("default", "no_cudnn_attention"), ("as it comes", "cuDNN's attention off"), strict=True
+        panels,
+        ("default", "no_cudnn_attention"),
+        ("torch's defaults", "cuDNN's attention off for all"),
+        strict=True,
     ):
         there = [way for way in reversed(ways) if "cold" in found.get(f"{way}/{flags}", {})]
         for shift, phase in ((0.2, "cold"), (-0.2, "warm")):
@@ -112,7 +152,8 @@ def ragged(found: Results) -> Any:
             places = [at + shift for at in range(len(there))]
             bars = panel.barh(places, speeds, height=0.38, color=dark if phase == "cold" else light)
             panel.bar_label(bars, fmt=f"%.0fk {phase}", padding=2, fontsize=7)
-        panel.set(yticks=range(len(there)), yticklabels=there, title=title, xlabel="thousand tokens/s")
+        names = [RAGGED_WAYS.get(way, way) for way in there]
+        panel.set(yticks=range(len(there)), yticklabels=names, title=title, xlabel="thousand tokens/s")
         panel.margins(x=0.18)
     return figure
 
@@ -169,9 +210,14 @@ def profile(found: Results) -> Any:
         ours = found.get(f"{model}/{cap}/ours/1", {})
         if "points" in ours:
             tried = [(one["size"], one["samples_per_s"]) for one in ours["points"]]
-            panel.scatter(*zip(*tried, strict=True), color=OURS, s=14, label="tried by batchfit", zorder=3)
-            panel.axvline(ours["recommended"], color=OURS, linewidth=0.8, linestyle="--", label="advice")
-        panel.set(xscale="log", xlabel="batch size", ylabel="samples/s", title=f"{model}, {cap}")
+            panel.scatter(*zip(*tried, strict=True), color=OURS, s=14, label="timed by batchfit", zorder=3)
+            panel.axvline(ours["recommended"], color=OURS, linewidth=0.8, linestyle="--", label="recommended")
+        panel.set(
+            xscale="log",
+            xlabel="batch size",
+            ylabel="samples/s",
+            title=titled(f"{model}/{cap.replace('GiB', ' GiB')}", "{}"),
+        )
         panel.set_ylim(bottom=0)
         panel.legend(fontsize=7)
     return figure

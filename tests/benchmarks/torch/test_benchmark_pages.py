@@ -131,10 +131,10 @@ def test_each_picture_shows_its_figures(
     drawn = {plot.subject: plot.file(tmp_path).read_text() for plot in plots.PLOTS}
     for subject, told in {
         "search": ("Accelerate", "batchfit", "3.9"),
-        "find": ("gpt2/24 GiB", "bisection", "33: 5.6 s, 2 OOMs", "31: 4.2 s<", "none: 1.0 s, 9 OOMs"),
+        "find": ("GPT-2 small, 24 GiB", "33: 5.6 s, 2 OOMs", "31: 4.2 s<", "none: 1.0 s, 9 OOMs"),
         "prediction": ("calibrated", "within one sample"),
-        "profile": ("vit, 24GiB", "gpt2, 24GiB", "advice"),
-        "ragged": ("by_hand", "101k cold", "98k cold"),
+        "profile": ("ViT-B/16, 24 GiB", "GPT-2 small, 24 GiB", "recommended"),
+        "ragged": ("packed by hand", "101k cold", "98k cold"),
     }.items():
         for words in told:
             assert words in drawn[subject], (subject, words)
