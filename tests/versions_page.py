@@ -14,6 +14,7 @@ from typing import Any
 Results = dict[str, Any]
 LIBRARIES = (
     *("transformers", "accelerate", "lightning", "ray", "torchtune"),
+    *("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao"),
     *("pydantic", "typer", "rich", "numpy"),
 )
 _OPENING = """\
@@ -99,12 +100,12 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
         "",
         "### Libraries",
         "",
-        f"| torch | {' | '.join(LIBRARIES)} |",
-        "|---" * (len(LIBRARIES) + 1) + "|",
+        f"| beside torch | {' | '.join(found)} |",
+        "|---" * (len(found) + 1) + "|",
     ]
-    for name, result in found.items():
-        beside = " | ".join(result["libraries"].get(library, "-") for library in LIBRARIES)
-        lines.append(f"| {name} | {beside} |")
+    for library in LIBRARIES:
+        versions = " | ".join(result["libraries"].get(library, "-") for result in found.values())
+        lines.append(f"| {library} | {versions} |")
     lines += ["", "### Skipped tests", ""]
     skips = {name: _any_torch(totals(result)[2], result["torch"]) for name, result in found.items()}
     reasons = sorted({why for counts in skips.values() for why in counts}, key=lambda why: (_group(why), why))
