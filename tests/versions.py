@@ -85,8 +85,8 @@ def name_of(torch: str) -> str:
 
 # The oldest of each library beside the oldest torch, the newest beside the newest. torchtune's pin of torchao
 # is of the time of torch 2.6, and keeps other libraries from being there: it is in that environment only.
-# torch 2.10.0 is not here: pip refused its wheel (another hash than the registry names), twice in November 2026.
-# 2.11 is there for it, the version of the H200 figures.
+# 2.11 is the version of the H200 figures. It is here in the place of 2.10, whose wheel pip refused twice in
+# November 2026 (another hash than the registry names).
 OLDEST = {
     "transformers": "4.57.1",
     "accelerate": "1.10.0",
