@@ -42,6 +42,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "search_simulated": "search_simulated",
     "soak_length": "soak_length",
     "soak": "soak",
+    "stack": "stack_gpu",
     "sweep": "sweep_gpu",
     "trace_cost": "trace_cost",
     "virtual": "virtual_vs_gpu",

@@ -44,7 +44,7 @@ Examples:
   batchfit find -- python train.py --batch-size {{}}
   batchfit find --budget 24GiB -- torchrun --nproc-per-node 2 train.py --bs {{}}
   batchfit find --env BATCH_SIZE -- ./train.sh
-  batchfit find --set config.yaml:train.batch_size -- python train.py config.yaml
+  batchfit find --set train.yaml:data.batch_size -- python train.py train.yaml
   batchfit find train.py:make_workload
   batchfit find train.py:make_workload --budget 24GiB --multiple-of 8
   batchfit find mypackage.train:make --strategy grow --start 19 --attempts 8
