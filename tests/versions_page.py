@@ -33,6 +33,21 @@ _EVIDENCE = """\
 Ordinary wheels of torch, on CPUs; on the machines of this table. The tests that need a GPU are skipped
 here: they ran with torch 2.11 on an H200 ([Benchmarks](benchmarks.md)). `make test-versions` makes this page.
 """
+_PREDICTIONS = """\
+## Predictions
+
+`batchfit predict` follows the memory of torch 2.11 on an H200, where it was measured. What other versions do
+otherwise is known by their sources, and was not measured on a GPU.
+
+| since | what torch does | in predictions |
+|---|---|---|
+| 2.12 | cuDNN's attention is left to flash for some dropouts | the same memory |
+| 2.14 | memory-efficient attention takes grouped heads | torch is asked |
+| 2.15 | cuBLAS keeps no workspace (`TORCH_CUBLAS_WORKSPACE_CACHE=1` does) | a caveat: up to 65 MiB too many |
+| 2.15 | `expandable_segments_reserve` in `PYTORCH_ALLOC_CONF` | a caveat where it is set |
+
+Sizes for 68 models without a GPU, by version: [Predictions](../benchmarks/results/prediction_versions_cpu_202611.md).
+"""
 
 
 def totals(result: Results) -> tuple[int, list[dict[str, str]], Counter[str]]:
@@ -46,7 +61,8 @@ def totals(result: Results) -> tuple[int, list[dict[str, str]], Counter[str]]:
 
 def page(found: Mapping[str, Results]) -> str:
     """The whole page."""
-    lines = [*_OPENING.splitlines(), "", *_short(found), "", *_limits(found), "", *_evidence(found)]
+    lines = [*_OPENING.splitlines(), "", *_short(found), "", *_limits(found), "", *_PREDICTIONS.splitlines()]
+    lines += ["", *_evidence(found)]
     return "\n".join(lines).rstrip() + "\n"
 
 
