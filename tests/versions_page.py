@@ -46,7 +46,8 @@ otherwise is known by their sources, and was not measured on a GPU.
 | 2.15 | cuBLAS keeps no workspace (`TORCH_CUBLAS_WORKSPACE_CACHE=1` does) | a caveat: up to 65 MiB too many |
 | 2.15 | `expandable_segments_reserve` in `PYTORCH_ALLOC_CONF` | a caveat where it is set |
 
-Sizes for 68 models without a GPU, by version: [Predictions](../benchmarks/results/prediction_versions_cpu_202611.md).
+68 cases predicted without a GPU, by version:
+[the page](../benchmarks/results/prediction_versions_cpu_202611.md).
 """
 
 
