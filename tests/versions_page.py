@@ -43,6 +43,7 @@ otherwise is known by their sources, and was not measured on a GPU.
 |---|---|---|
 | 2.12 | cuDNN's attention is left to flash for some dropouts | the same memory |
 | 2.14 | memory-efficient attention takes grouped heads | torch is asked |
+| 2.14 | fused attention takes queries of three dimensions | torch is asked |
 | 2.15 | cuBLAS keeps no workspace (`TORCH_CUBLAS_WORKSPACE_CACHE=1` does) | a caveat: up to 65 MiB too many |
 | 2.15 | `expandable_segments_reserve` in `PYTORCH_ALLOC_CONF` | a caveat where it is set |
 
