@@ -21,7 +21,7 @@ from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import own_bytes, tensors_in
 from batchfit._engine.torch_private.allocator import settings_text
 from batchfit._engine.trace.trace import uncollected
-from batchfit._engine.trace.workload import TracedWorkload, trace_workload
+from batchfit._engine.trace.workload import TracedWorkload, trace_source
 from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
@@ -123,14 +123,7 @@ class Oracles:
         traced = whole.traced
         if traced.footprint is None or not traced.is_off_at(0 if found is None else found.size, budget_bytes):
             return found
-        again = trace_workload(
-            traced.workload,
-            rules=traced.rules,
-            budget_bytes=budget_bytes,
-            most=most,
-            small=traced.small,
-            reach=traced.reach,
-        )
+        again = trace_source(traced.source, budget_bytes=budget_bytes, most=most, small=traced.small)
         self.all.append(replace(whole, traced=again))
         return self.all[-1].largest_of(budget_bytes, margin, most)
 
@@ -142,7 +135,7 @@ class Oracles:
 
 def margin_of(traced: TracedWorkload, basis: Basis) -> float:
     """The share of the budget to leave free."""
-    if traced.workload.kind == "generation" and traced.footprint is None:
+    if traced.may_retry and traced.footprint is None:
         return _RAGGED_MARGIN
     return _RECURRENT_MARGIN if is_recurrent(traced) else MARGINS[basis]
 

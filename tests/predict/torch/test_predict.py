@@ -428,7 +428,7 @@ def test_a_calibration_runs_within_what_is_there_whatever_is_asked_about() -> No
     work = wide()
     traced = trace_workload(work, rules=rules_for(work), budget_bytes=1000 * GIB)
     with batchfit.virtual_memory("256MiB"):
-        _, trials = calibration(traced, allocator_rules(), budget_bytes=1000 * GIB)
+        _, trials = calibration(work, traced, allocator_rules(), budget_bytes=1000 * GIB)
     assert [trial.outcome for trial in trials] == ["fits", "fits"]
 
 

@@ -30,8 +30,8 @@ import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.cuda_model import attention, sequences
-from batchfit._engine.trace.trace import trace
-from batchfit._engine.trace.workload import glance, rules_for, trace_workload, unseen
+from batchfit._engine.trace.trace import trace, unseen
+from batchfit._engine.trace.workload import glance, rules_for, trace_workload
 from batchfit._engine.workload.reachable import reach_of
 from batchfit.errors import UntraceableError
 from conftest import need

@@ -63,6 +63,7 @@ class CudaRules:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, operations on the traced device are CUDA's."""
+        attention.efficient_takes_groups()  # now: a trace would see the operation that it runs
         losses = {name: partial(kernel, self) for name, kernel in sequences.LOSSES.items()}
         with (
             kernels_replaced(self._ways() | losses, self.autograd_key),
