@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from batchfit._program.config_copy import write_copies
-from batchfit._program.running.foreground import ForegroundProgram
-from batchfit._program.running.kernel_kills import kernel_kills
 from batchfit._program.pure.after_exit import Ending, first_line, next_size
 from batchfit._program.pure.variables import exit_variables
+from batchfit._program.running.foreground import ForegroundProgram
+from batchfit._program.running.kernel_kills import kernel_kills
 from batchfit._program.running.run_watch import GRACE_S, TOKEN, end_all
 from batchfit.errors import ProgramError
 
