@@ -16,7 +16,7 @@ from batchfit._engine.cuda_model import autocast_check, dispatch
 from batchfit._engine.torch_private import autograd, dynamo, fake, lookup, modules, storage
 from batchfit._engine.torch_private import dispatch as dispatcher
 from batchfit._engine.trace.fake_cache import FakeResults
-from batchfit._engine.trace.workload import unseen
+from batchfit._engine.trace.trace import unseen
 from batchfit.errors import BatchfitError, UntraceableError
 
 # -- taken away: refused with torch's version and what to do
