@@ -20,7 +20,8 @@ import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.replay import simulate
-from batchfit._engine.trace.workload import rules_for, unseen
+from batchfit._engine.trace.trace import unseen
+from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.pure.options import ExplainOptions

@@ -29,8 +29,7 @@ from batchfit._engine.trial.in_process import InProcess
 from batchfit._engine.trial.trial import TrialRunner
 from batchfit._files import locked
 from batchfit._find.pure.options import FindOptions
-from batchfit._find.pure.search import Search
-from batchfit._find.pure.shared_device import SharedBudget
+from batchfit._find.pure.search import Search, SharedBudget
 from batchfit._find.recall import Recall, recall
 from batchfit._find.resume import ResumeFile
 from batchfit._units import format_bytes

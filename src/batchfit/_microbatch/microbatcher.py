@@ -172,7 +172,8 @@ class Microbatcher:
             ranks=ranks,
             generators=generators,
         )
-        self._loss_check = LossCheck(reduction=reduction, on_compared=compared, advice=advice)
+        loss_check = LossCheck(reduction=reduction, on_compared=compared, advice=advice)
+        self._loss_check = None if compared == "ignore" else loss_check
 
     def backward(
         self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None, scaler: Any = None

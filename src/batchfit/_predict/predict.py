@@ -135,7 +135,7 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     residual = (float(held_beside(reach.parts, rules.gpu)[0]) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and (work.declared if calibrate is None else calibrate):
-        measured, trials = calibration(traced, settings, budget_bytes=max(budgets))
+        measured, trials = calibration(work, traced, settings, budget_bytes=max(budgets))
         if trials:  # else what is held beside the workload still counts
             residual, basis = measured, "calibrated"
     share = margin_of(traced, basis) if margin is None else margin
@@ -154,13 +154,13 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
 
 
 def calibration(
-    traced: TracedWorkload, rules: AllocatorSettings, *, budget_bytes: int
+    work: Workload, traced: TracedWorkload, rules: AllocatorSettings, *, budget_bytes: int
 ) -> tuple[tuple[float, float], tuple[Trial, ...]]:
     """What two small real runs need beyond the trace: fixed bytes, and bytes per sample.
 
     Both sizes lie above the last knee, where the peak is one straight line, and well below the end.
     """
-    footprint, work = traced.footprint, traced.workload
+    footprint = traced.footprint
     if footprint is None:
         return (0.0, 0.0), ()
     device = device_to_run(work._held)
@@ -246,7 +246,7 @@ def _prediction(
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
-        samples=traced.workload._samples,
+        samples=traced.source.samples,
     )
 
 

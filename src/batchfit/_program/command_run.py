@@ -14,6 +14,7 @@ import os
 import secrets
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -174,6 +175,8 @@ class CommandRun:
                 if number in self._known:
                     self._known.remove(number)
                     yield {"kind": "left", "peer": number}
+            else:  # it ends after us: somebody has killed it
+                yield {"kind": "ended", "code": -signal.SIGKILL}
             return
         *lines, self._buffers[number] = (self._buffers.get(number, b"") + part).split(b"\n")
         for line in lines:
@@ -228,6 +231,17 @@ class CommandRun:
             guardian.kill()
             guardian.wait()
         guardian.stdout.close()
+        if guardian.returncode:
+            self._kill_leftovers()
+
+    def _kill_leftovers(self) -> None:
+        """Without the guardian: whoever has this run's folder in its environment is the program's."""
+        mark = f"BATCHFIT_PROBE_FOLDER={self._folder.path}".encode()
+        for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+            if name.isdigit():
+                with contextlib.suppress(OSError):
+                    if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                        os.kill(int(name), signal.SIGKILL)
 
 
 def new_token() -> str:

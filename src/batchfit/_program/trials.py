@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import math
 import os
 import tempfile
 import time
@@ -39,8 +40,9 @@ from batchfit._program.rank_reports import Reports
 from batchfit.errors import ProgramError
 from batchfit.results import Trial
 
-_SILENT_S = 600.0  # without a word: then it hangs
-_FIRST_STEP_S = 3600.0  # whatever it prints
+_SILENT_S = 600.0  # without a word after its first step: then it hangs
+_FIRST_STEP_S = 3600.0  # without a word before: models are loaded, and data is prepared
+_NO_STEP_S = 4 * 3600.0  # whatever it prints
 _FAREWELL_S = 10.0  # for the other ranks and the launcher, after one rank has failed
 _SOAK_SHARE_OF_START = 0.5
 _INJECT = Path(__file__).parent / "probe" / "inject"
@@ -82,6 +84,7 @@ class _Follow:
     reached: bool = False
     not_started: list[Any] | None = None
     failed_s: float | None = None
+    waited_s: float = 0.0  # the limit that it hung for
 
 
 @final
@@ -233,13 +236,9 @@ class ProgramTrials:
     def _follow(self, follow: _Follow) -> None:
         """Listen until there is an answer, or the program has ended."""
         run, reports = follow.run, follow.reports
-        silent_s = self.target.timeout_s or _SILENT_S
-        for event in run.events(silent_s):
+        for event in run.events(math.inf):
             kind, now = event["kind"], time.monotonic()
             reports.take(event, now)
-            if kind == "silent":
-                follow.silent = True
-                return
             if kind == "not_started":
                 follow.not_started = event["error"]
                 return
@@ -258,10 +257,20 @@ class ProgramTrials:
                 certain = reports.failure.weight == 3
                 if certain or now - follow.failed_s > _FAREWELL_S:
                     return
-            first_s = _FIRST_STEP_S if self.target.timeout_s is None else self.target.timeout_s
-            if not reports.stepping and now - run.begun_s > first_s:
+            if self._hangs(follow, now):
                 follow.silent = True
                 return
+
+    def _hangs(self, follow: _Follow, now_s: float) -> bool:
+        """Whether there was no step, or not even a word, for too long."""
+        run, last_s = follow.run, follow.reports.last_step_s
+        limit_s = self.target.timeout_s or _NO_STEP_S
+        silent_s = self.target.timeout_s or (_FIRST_STEP_S if last_s is None else _SILENT_S)
+        if now_s - run.silent_since_s >= silent_s:
+            follow.waited_s = silent_s
+            return True
+        follow.waited_s = limit_s
+        return now_s - (last_s or run.begun_s) >= limit_s
 
     def _is_enough(self, follow: _Follow) -> bool:
         """Whether all ranks have taken the steps; where more of them cost little, they go on."""
@@ -298,7 +307,7 @@ class ProgramTrials:
             mine = failure.ambiguous and not self._smaller_ran(request.size)
             if not mine:
                 return made(outcome=failure.outcome)
-        if failure is not None:
+        if failure is not None and not (failure.lost and reports.died):
             raise self._own_error(follow)
         if follow.silent:
             return self._hung(follow, made)
@@ -314,25 +323,27 @@ class ProgramTrials:
 
     def _died(self, follow: _Follow, made: Callable[..., Trial]) -> Trial:
         """A program that ended with a code, or by a signal, and said nothing about it."""
-        code = follow.code or 0
+        reports, code = follow.reports, follow.code or 0
         code = 128 - code if code > 128 else code  # as a shell says it: 137 is SIGKILL
-        killed = code == -9 or (follow.reports.died and code != 0)
         smaller = self._smaller_ran(follow.request.size)
+        handled = reports.handled
+        if handled is not None and code != -9:
+            if handled.outcome is None or (handled.ambiguous and not smaller):
+                raise self._error(f"the program raised {handled.text}", follow)
+            return made(outcome=handled.outcome, message=handled.text)
+        killed = code == -9 or reports.died
         if code == -9 or (smaller and (killed or code < 0)):
             return made(outcome="killed", message=f"the program {ending_text(-9 if killed else code)}")
-        number = follow.reports.steps_run
+        number = reports.steps_run
         where = f"in step {number + 1}" if number else "before its first step"
-        raise self._error(f"the program {ending_text(code)} {where}", follow)
+        how = "lost a process" if reports.died and code >= 0 else ending_text(code)
+        raise self._error(f"the program {how} {where}", follow)
 
     def _hung(self, follow: _Follow, made: Callable[..., Trial]) -> Trial:
-        limit_s = self.target.timeout_s or _SILENT_S
+        text = f"within {follow.waited_s:g} s (timeout_s sets how long to wait)"
         if not follow.reports.stepping:
-            raise self._error(
-                f"the program took no step within {limit_s:g} s (timeout_s sets how long to wait)", follow
-            )
-        return made(
-            outcome="timeout", message=f"the program was stopped: no step within {limit_s:g} s (timeout_s)"
-        )
+            raise self._error(f"the program took no step {text}", follow)
+        return made(outcome="timeout", message=f"the program was stopped: no step {text}")
 
     def _smaller_ran(self, size: int) -> bool:
         return any(one < size and ran.trial.fits for one, ran in self._ran.items())

@@ -3,7 +3,7 @@
 Rules: a field's name carries its unit (`peak_bytes`, `elapsed_s`); a file carries its schema version
 and is readable by later versions; a file that cannot be read says which field and why. This is the one place
 to import results from: each verb's stand in a module of their own (`results._fit`, `results._memory`,
-`results._throughput`, `results._sweep`), on what `results._base` says about all of them.
+`results._throughput`, `results._sweep`, `results._run`), on what `results._base` says about all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from batchfit.results._memory import (
     Prediction,
     WhatIf,
 )
+from batchfit.results._run import ProgramRun, ProgramStart
 from batchfit.results._sweep import SweepRecord, SweepResult
 from batchfit.results._throughput import (
     Accumulation,
@@ -51,6 +52,8 @@ __all__ = [
     "Outcome",
     "Point",
     "Prediction",
+    "ProgramRun",
+    "ProgramStart",
     "Result",
     "StepReport",
     "SweepRecord",

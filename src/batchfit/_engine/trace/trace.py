@@ -17,21 +17,27 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, final
 
 import torch
+from torch import nn
 
 from batchfit import workload as workloads
 from batchfit._engine.allocator.footprint import ShapeChangedError, Trace
 from batchfit._engine.batch import sources
+from batchfit._engine.cuda_model.autocast_check import autocast_caveat
 from batchfit._engine.cuda_model.dispatch import CudaRules, replaced
 from batchfit._engine.device.interrupts import TraceInterrupts
 from batchfit._engine.snapshot.rng import global_states
 from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
+from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.torch_private.modules import flex_attention_check
-from batchfit._engine.trace.fake_state import Faked
+from batchfit._engine.trace.blocks import counts_of_one_holder
+from batchfit._engine.trace.fake_state import Faked, is_paged
 from batchfit._engine.trace.generation import Generating, short_generation
 from batchfit._engine.trace.program_lines import HERE, TORCH
 from batchfit._engine.trace.recorder import TraceRecorder
@@ -47,6 +53,89 @@ from batchfit.workload import Workload
 STEPS = 2
 # Files of torch's and batchfit's own that run the program's functions in plain Python.
 _PLAIN = frozenset({str(torch.nn.modules.module.__file__), str(sources.__file__), str(workloads.__file__)})
+
+
+class TraceSource(Protocol):
+    """Where traces come from: a workload in this process, or a program in one of its own."""
+
+    @property
+    def rules(self) -> CudaRules:
+        """The GPU that is traced for."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps a whole trace has."""
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether retries of the allocator are no reason against a size, as in a step that generates."""
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples there are at most, where that is known."""
+
+    def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
+        """The allocations and frees of some steps; `UntraceableError` where they cannot be traced."""
+
+    def unseen(self) -> tuple[str, ...]:
+        """What no trace of this source shows."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkloadTraces:
+    """Traces of a workload, in this process."""
+
+    reach: StepReach
+    rules: CudaRules
+
+    @property
+    def steps(self) -> int:
+        """What one step leaves makes the next another, but for those that leave nothing."""
+        return 1 if self.may_retry else STEPS
+
+    @property
+    def may_retry(self) -> bool:
+        return self.reach.workload.kind == "generation"
+
+    @property
+    def samples(self) -> int | None:
+        return self.reach.workload._samples
+
+    def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
+        workload, reach = self.reach.workload, self.reach
+        return trace(workload, size, rules=self.rules, steps=steps, limit_s=limit_s, reach=reach)
+
+    def unseen(self) -> tuple[str, ...]:
+        return tuple(unseen(self.reach.parts))
+
+
+def unseen(parts: Iterable[Any]) -> Iterator[str]:
+    """What a trace cannot see of the parts of a workload."""
+    if counts_of_one_holder() is None:
+        yield (
+            f"torch {torch.__version__} does not say who holds a gradient: sums that a GPU makes in place "
+            "are counted as copies"
+        )
+    if autocast_caveat():
+        yield autocast_caveat()
+    if not keeps_cublas_workspaces():
+        yield (
+            f"cuBLAS: torch {torch.__version__} takes a workspace per product, and two are counted as kept "
+            "(measured with torch 2.11): up to 65 MiB too many"
+        )
+    for part in parts:
+        if is_paged(part):
+            yield (
+                "paged optimizer state: managed memory, which the driver moves to the GPU by pages and back; "
+                "not counted"
+            )
+        if not isinstance(part, nn.Module):
+            continue
+        for name, module in part.named_modules():
+            if is_compiled_model(module):
+                kind = type(original(module)).__name__
+                yield f"torch.compile of {name or kind}: traced as if not compiled"
 
 
 def trace(
