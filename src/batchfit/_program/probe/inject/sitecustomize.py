@@ -7,6 +7,7 @@ to a file beside the socket, where the parent finds it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -15,6 +16,7 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDER = os.environ.get("BATCHFIT_PROBE_FOLDER", "")
+_EXIT_FILE = os.environ.get("BATCHFIT_EXIT_FILE", "")  # of `batchfit run --restarts`, which has no probe
 
 
 def mark(name: str, text: str = "") -> None:
@@ -59,13 +61,31 @@ class TorchWatch:
 def start() -> None:
     """Start the probe, from the batchfit that the parent runs, whatever this Python has installed."""
     try:
-        if "batchfit" not in sys.modules:
-            sys.meta_path.insert(0, OurFinder())
+        find_ours()
         from batchfit._program.probe.start import start_probe
 
         start_probe()
     except Exception as error:  # noqa: BLE001  the program must not fail of its probe; the parent says it
         mark("failed", f"{type(error).__name__}: {error}\n")
+
+
+def note_exit(owner: int) -> None:
+    """Note what ended this process, where it is one that torch was loaded in."""
+    if os.getpid() != owner or "torch" not in sys.modules:
+        return
+    try:
+        find_ours()
+        from batchfit._program.probe import exit_note
+
+        exit_note.note_exit(_EXIT_FILE)
+    except Exception as error:  # noqa: BLE001  as above; without a note there is no restart
+        mark("failed", f"{type(error).__name__}: {error}\n")
+
+
+def find_ours() -> None:
+    """Let the package be found, from now on."""
+    if "batchfit" not in sys.modules:
+        sys.meta_path.insert(0, OurFinder())
 
 
 class OurFinder:
@@ -92,4 +112,6 @@ sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _
 if _FOLDER and os.path.isdir(_FOLDER):
     mark("python")
     sys.meta_path.insert(0, TorchWatch())
+elif _EXIT_FILE:
+    atexit.register(note_exit, os.getpid())
 chain()
