@@ -77,6 +77,10 @@ class TraceSource(Protocol):
     def samples(self) -> int | None:
         """How many samples there are at most, where that is known."""
 
+    @property
+    def most_size(self) -> int | None:
+        """The largest size that can be traced; lines go on beyond it."""
+
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         """The allocations and frees of some steps; `UntraceableError` where they cannot be traced."""
 
@@ -105,12 +109,26 @@ class WorkloadTraces:
     def samples(self) -> int | None:
         return self.reach.workload._samples
 
+    @property
+    def most_size(self) -> None:
+        """A batch is made by repeating samples where there are too few."""
+
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         workload, reach = self.reach.workload, self.reach
         return trace(workload, size, rules=self.rules, steps=steps, limit_s=limit_s, reach=reach)
 
     def unseen(self) -> tuple[str, ...]:
         return tuple(unseen(self.reach.parts))
+
+
+def module_classes(parts: Iterable[Any]) -> dict[str, str]:
+    """The class of each module by its path, as traces name them; the first model's under "" ."""
+    found: dict[str, str] = {}
+    for part in parts:
+        if isinstance(part, nn.Module):
+            for path, module in part.named_modules():
+                found.setdefault(path, type(module).__name__)
+    return found
 
 
 def unseen(parts: Iterable[Any]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What a running program keeps: its models and optimizers, and where else their parameters are held.
 
-Rules: nobody hands these over, so Python's garbage collector is asked for them, once. Only what has a parameter
-among its own items is looked into: lists of parameters to clip, tables by parameter, variables of closures.
+Rules: nobody hands these over, so Python's garbage collector is asked for them, once. Only what has a
+parameter among its own items is looked into: lists of parameters to clip, tables by parameter, closures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def program_state() -> ProgramState:
     del found
     inner = {id(child) for module in modules for child in module._modules.values()}
     roots = [one for one in modules if id(one) not in inner]
-    parameters = {id(one): one for module in modules for one in module._parameters.values() if one is not None}
+    parameters = {
+        id(one): one for module in modules for one in module._parameters.values() if one is not None
+    }
     known = {id(module._parameters) for module in modules} | {id(parameters)}
     for optimizer in parts:
         for group in getattr(optimizer, "param_groups", ()):
@@ -51,6 +53,13 @@ def program_state() -> ProgramState:
     return ProgramState([*roots, *parts], containers, places)
 
 
-def optimizer_exists() -> bool:
-    """Whether the program has made an optimizer: then it will train."""
-    return any(issubclass(type(one), torch.optim.Optimizer) for one in gc.get_objects())
+def optimizers() -> list[Any]:
+    """The optimizers that the program has made, wrappers of them included."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+
+
+def dataset_samples() -> int | None:
+    """How many samples the largest dataset has that a loader of the program reads; None without one."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.utils.data.DataLoader)]
+    datasets = [one.dataset for one in found if hasattr(type(one.dataset), "__len__")]
+    return max((len(one) for one in datasets), default=None)
