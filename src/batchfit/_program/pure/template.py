@@ -34,8 +34,8 @@ class FileSetting:
         file, colon, keys = text.rpartition(":")
         if not colon or not file or not keys or not all(keys.split(".")):
             raise ValueError(f"set must be FILE:KEY such as config.yaml:train.batch_size, not {text!r}")
-        if not file.endswith((".yaml", ".yml", ".json")):
-            raise ValueError(f"set must name a .yaml or .json file, not {text!r}")
+        if not file.endswith((".yaml", ".yml", ".json", ".toml")):
+            raise ValueError(f"set must name a .yaml, .json or .toml file, not {text!r}")
         return cls(file, tuple(keys.split(".")))
 
 
