@@ -1,4 +1,4 @@
-"""Programs that nobody adapted (tests/program/programs), their commands, and what either kind of search finds.
+"""Programs that nobody adapted (tests/program/programs), their commands, and what the searches find.
 
 `python tests/support/program_cases.py NAME ...` prints the row of a program: by command, as a workload, runs,
 seconds.

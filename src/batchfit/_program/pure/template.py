@@ -11,7 +11,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -113,6 +113,19 @@ class CommandTemplate:
                     f"the command needs {most} nodes ({name}), and probes run on this one: batch sizes are "
                     "per process, so find with one node, and use the size on all"
                 )
+
+
+def isolating_flag(words: Sequence[str]) -> str:
+    """The flag with which the command's Python ignores its environment (-I, -E) or its site (-S), if any."""
+    for number, word in enumerate(words):
+        if not re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]):
+            continue
+        for flag in words[number + 1 :]:
+            if not flag.startswith("-") or flag.startswith("--") or flag in ("-m", "-c"):
+                break
+            if re.fullmatch(r"-[a-zA-Z]*[IES][a-zA-Z]*", flag) and not flag.startswith(("-W", "-X")):
+                return flag
+    return ""
 
 
 def _quoted(word: str) -> str:

@@ -40,3 +40,14 @@ def probe_variables(
         "BATCHFIT_PROBE_SOURCE": source,
         "BATCHFIT_PROBE_SETTINGS": settings,
     }
+
+
+def exit_variables(environment: Mapping[str, str], *, inject: str, source: str, file: str) -> dict[str, str]:
+    """The environment of a real run whose processes are to note in `file` what ended them."""
+    path = environment.get("PYTHONPATH", "")
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join([inject, path]) if path else inject,
+        "BATCHFIT_PROBE_SOURCE": source,
+        "BATCHFIT_EXIT_FILE": file,
+    }

@@ -8,6 +8,7 @@ its own starts them with the probe.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -17,6 +18,7 @@ from typing import Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDER = os.environ.get("BATCHFIT_PROBE_FOLDER", "")
 _OURS = {name: text for name, text in os.environ.items() if name.startswith("BATCHFIT_PROBE")}
+_EXIT_FILE = os.environ.get("BATCHFIT_EXIT_FILE", "")  # of `batchfit run --restarts`, which has no probe
 
 
 def mark(name: str, text: str = "") -> None:
@@ -61,6 +63,9 @@ class ImportWatch:
 
 def start(_torch: ModuleType) -> None:
     """Start the probe, from the batchfit that the parent runs, whatever this Python has installed."""
+    if sys.version_info < (3, 11):  # noqa: UP036  the program's Python is not the parent's
+        mark("failed", "it is Python {}.{}, and the probe needs 3.11 or later".format(*sys.version_info[:2]))
+        return
     try:
         find_ours()
         from batchfit._program.probe.start import start_probe
@@ -96,6 +101,19 @@ def follow_children(subprocess: Any) -> None:
     subprocess.Popen.__init__ = __init__
 
 
+def note_exit(owner: int) -> None:
+    """Note what ended this process, where it is one that torch was loaded in."""
+    if os.getpid() != owner or "torch" not in sys.modules:
+        return
+    try:
+        find_ours()
+        from batchfit._program.probe import exit_note
+
+        exit_note.note_exit(_EXIT_FILE)
+    except Exception as error:  # noqa: BLE001  as above; without a note there is no restart
+        mark("failed", f"{type(error).__name__}: {error}\n")
+
+
 def find_ours() -> None:
     """Let `import batchfit` find the package where the parent has it."""
     if "batchfit" not in sys.modules and not any(isinstance(one, OurFinder) for one in sys.meta_path):
@@ -127,9 +145,9 @@ if _FOLDER and os.path.isdir(_FOLDER):
     mark("python")
     after: dict[str, Any] = {"torch": start, "subprocess": follow_children}
     if os.environ.get("BATCHFIT_PROBE"):
-        after |= dict.fromkeys(
-            ("torch.utils.tensorboard.writer", "tensorboardX.writer", "huggingface_hub.hf_api"),
-            limit_side_effects,
-        )
+        trackers = ("torch.utils.tensorboard.writer", "tensorboardX.writer", "huggingface_hub.hf_api")
+        after.update(dict.fromkeys(trackers, limit_side_effects))
     sys.meta_path.insert(0, ImportWatch(after))
+elif _EXIT_FILE:
+    atexit.register(note_exit, os.getpid())
 chain()
