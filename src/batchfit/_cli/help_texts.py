@@ -16,6 +16,7 @@ of memory.
 
 Examples:
   batchfit demo
+  batchfit run -- python train.py --batch-size {{}}
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
@@ -55,6 +56,31 @@ where train.py has:
   def make_workload():
       ...
       return batchfit.training(model, optimizer, loss_fn, make_batch)
+
+{CODES}
+"""
+
+RUN_HELP = f"""\
+Run any program with the largest batch size that fits.
+
+The size is found first, as by `batchfit find --`, or remembered from an
+earlier search for the same command, which one trial confirms. Then the
+program runs for real: output, input, signals and exit code are its own. What
+batchfit itself says goes to stderr.
+
+With --restarts a program that is out of memory later on is started again with
+a smaller size. Whether it goes on from a checkpoint is its own affair.
+
+Examples:
+  batchfit run -- python train.py --batch-size {{}}
+  batchfit run --restarts 2 --margin 0.1 -- python train.py --batch-size {{}}
+  batchfit run --budget 24GiB -- torchrun --nproc-per-node 2 train.py --bs {{}}
+  batchfit run --size 48 --restarts 3 -- python train.py --batch-size {{}}
+  batchfit run --out runs/7 -- python train.py --batch-size {{}} --output {{out}}
+  batchfit run --dry-run -- python train.py --batch-size {{}}
+
+After the program has started, the exit code is the program's own, or 128 and
+the number of the signal that ended it. Before:
 
 {CODES}
 """

@@ -51,10 +51,13 @@ def explain_memory(
         workload: what one step is. Its state must be declared: the trace works on fakes of it.
         batch_size: the size to explain.
         budget: bytes the program may use ("80GiB"), for the largest batch as things are and with each change.
-            Default: what is free on the GPU, or all of `gpu`; without any of them, what-ifs are compared
-            by their peak alone.
+            Default: what is free on the GPU, or all of `gpu`; without any of them, what-ifs are compared by
+            their peak alone.
         gpu: the GPU to explain for ("h100", "rtx4090"): its memory and its choice of kernels.
         what_if: also trace what checkpointing, bf16 and the like would change.
+
+    Returns:
+        A `MemoryExplanation` with kinds, modules and lines that hold the peak, and the gain of each change.
 
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.

@@ -179,12 +179,17 @@ def allocator_rules(expandable_segments: bool | None = None, *, capped: bool = F
 
 
 def allocator_caveats(rules: AllocatorSettings) -> list[str]:
-    """How the allocator is modelled, where that was compared with little on a GPU."""
-    if not rules.expandable_segments:
-        return []
-    end = (
-        "under a memory fraction, where torch asks for room for the whole of a request"
-        if rules.capped
-        else "for the GPU's own memory; under set_per_process_memory_fraction less may fit"
-    )
-    return [f"expandable segments: replayed by the allocator's source (measured: five models, H200), {end}"]
+    """How the allocator is modelled, where that was compared with little on a GPU; what is not modelled."""
+    found = []
+    if rules.not_replayed:
+        keys = ", ".join(rules.not_replayed)
+        found.append(f"allocator settings: {keys} not replayed, and another size may fit with that")
+    if rules.expandable_segments:
+        end = (
+            "under a memory fraction, where torch asks for room for the whole of a request"
+            if rules.capped
+            else "for the GPU's own memory; under set_per_process_memory_fraction less may fit"
+        )
+        replayed = "replayed by the allocator's source (measured: five models, H200)"
+        found.append(f"expandable segments: {replayed}, {end}")
+    return found

@@ -77,16 +77,19 @@ def predict_batch_size(
         workload: what one step is. Its state must be declared: the trace works on fakes of it.
         budget: bytes the program may use ("80GiB"), or several: then `answers` has one for each, and
             `batch_size` is the first one's. Default: what is free on the GPU, or all of `gpu`.
-        gpu: the GPU to predict for ("h100", "rtx4090", or as nvidia-smi prints it): its memory and its
-            choice of kernels. Of a name that is made with several memories ("a100") the smallest is taken,
-            and a caveat says so.
+        gpu: the GPU to predict for ("h100", "rtx4090", or as nvidia-smi prints it): its memory and its choice
+            of kernels. Of a name that is made with several memories ("a100") the smallest is taken, and a
+            caveat says so.
         max_size: the largest size that is wanted.
-        margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
-            not run, 1 % calibrated; 5 % where there are recurrent layers.
+        margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was not
+            run, 1 % calibrated; 5 % where there are recurrent layers.
         calibrate: run two small sizes on the GPU; default: where the workload is on one and its state is
             declared, so that it can be restored.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
             allocator's source and measured for a few models only: a caveat of the answer says so.
+
+    Returns:
+        A `Prediction`: `batch_size` is that of one forward/backward in one process (per GPU).
 
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.

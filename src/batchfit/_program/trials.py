@@ -31,7 +31,7 @@ from batchfit._engine.device.device import read_ram, without_budget
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.in_children import ChildDevice, ending_text
 from batchfit._engine.trial.trial import LargestBatch, RunTrial, TrialRequest
-from batchfit._program.command_run import CommandRun, ProbeFolder, new_token
+from batchfit._program.command_run import INJECT, CommandRun, ProbeFolder, new_token
 from batchfit._program.config_copy import write_copies
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
@@ -45,7 +45,6 @@ _FIRST_STEP_S = 3600.0  # without a word before: models are loaded, and data is 
 _NO_STEP_S = 4 * 3600.0  # whatever it prints
 _FAREWELL_S = 10.0  # for the other ranks and the launcher, after one rank has failed
 _SOAK_SHARE_OF_START = 0.5
-_INJECT = Path(__file__).parent / "probe" / "inject"
 _SOURCE = Path(batchfit.__file__).parent.parent
 
 
@@ -211,7 +210,7 @@ class ProgramTrials:
             }
             environment = probe_variables(
                 {**_compile_cache(), **os.environ, **target.template.variables(request.size)},
-                inject=str(_INJECT),
+                inject=INJECT,
                 source=str(_SOURCE),
                 folder=str(folder.path),
                 settings=json.dumps(settings),
@@ -225,10 +224,13 @@ class ProgramTrials:
         try:
             self._follow(follow)
             failed = run.found("failed")
+            lines = run.tail.lines()
             if failed is not None and not follow.reports.heard:
-                raise ProgramError(f"the probe could not start in the program's Python: {failed.strip()}")
+                text = failed.strip().splitlines()[-1]
+                raise ProgramError(f"the probe could not start in the program's Python: {text}", lines=lines)
             if not follow.reports.heard and follow.code == 0:
-                raise ProgramError(_unseen(command[0], had_python=run.found("python") is not None))
+                had_python = run.found("python") is not None
+                raise ProgramError(_unseen(target.template.words, had_python=had_python), lines=lines)
         finally:
             run.end()
         return follow
@@ -371,12 +373,14 @@ class ProgramTrials:
                 )
 
 
-def _unseen(name: str, *, had_python: bool) -> str:
+def _unseen(words: Sequence[str], *, had_python: bool) -> str:
     if had_python:
-        return f"the program never imported torch: {name} ran to its end, and there was nothing to measure"
+        return (
+            f"the program never imported torch: {words[0]} ran to its end, and there was nothing to measure"
+        )
     return (
-        f"no Python was seen in the program: {name} is none, or starts one that ignores PYTHONPATH (python "
-        "-I, -E), a container, or another machine"
+        f"no Python was seen in the program: {words[0]} is none, or starts one that ignores PYTHONPATH "
+        "(python -I, -E, -S), a container, or another machine"
     )
 
 

@@ -53,6 +53,12 @@ def find_in_program(call: ProgramCall) -> Code:
     template = call.template("find")
     options, stored = program_options(call.flags, "find")
     call.delivery.check()
+    job = program_job(template, options, stored)
+    return run_job(job, as_json=call.delivery.as_json, output=call.delivery.output)
+
+
+def program_job(template: CommandTemplate, options: FindOptions, stored: StoredName | None) -> SearchJob:
+    """The search over a command's sizes, to be run."""
 
     def trials(watch: SearchWatch, progress: ProgressDisplay) -> Any:
         from batchfit._program.find import program_trials
@@ -73,7 +79,7 @@ def find_in_program(call: ProgramCall) -> Code:
         trials=trials,
         use=template.shown,
     )
-    return run_job(job, as_json=call.delivery.as_json, output=call.delivery.output)
+    return job
 
 
 def program_options(flags: Mapping[str, Any], command: str) -> tuple[FindOptions, StoredName | None]:
