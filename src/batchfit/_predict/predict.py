@@ -102,17 +102,8 @@ def predict_batch_size(
         UntraceableError: the step cannot be traced; names the operation and the line.
         NothingFitsError: not even one sample fits (with one budget).
     """
-    return predict_with(
-        workload,
-        lambda: PredictOptions(
-            budget=budget,
-            gpu=gpu,
-            max_size=max_size,
-            margin=margin,
-            calibrate=calibrate,
-            expandable_segments=expandable_segments,
-        ),
-    )
+    keywords = {**locals()}  # every argument, by its name
+    return predict_with(keywords.pop("workload"), lambda: PredictOptions(**keywords))
 
 
 def predict_with(

@@ -94,23 +94,8 @@ def profile_throughput(
         NothingFitsError: not even a batch of 1 (or the smallest of `sizes`) fits.
         SearchStoppedError: `time_limit_s` was over before any size was timed.
     """
-    return profile_with(
-        workload,
-        lambda: ProfileOptions(
-            smallest=smallest,
-            largest=largest,
-            sizes=sizes,
-            within=within,
-            budget=budget,
-            time_limit_s=time_limit_s,
-            device=device,
-            tokens_per_sample=tokens_per_sample,
-            loader=loader,
-            target_batch_size=target_batch_size,
-            diagnose=diagnose,
-            on_point=on_point,
-        ),
-    )
+    keywords = {**locals()}  # every argument, by its name
+    return profile_with(keywords.pop("workload"), lambda: ProfileOptions(**keywords))
 
 
 def profile_with(

@@ -10,19 +10,18 @@ import getpass
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import batchfit
 from batchfit._engine.device.device import read_ram, without_budget
-from batchfit._program.command_run import CommandRun, ProbeFolder, new_token
+from batchfit._program.command_run import INJECT, CommandRun, ProbeFolder, new_token
 from batchfit._program.config_copy import write_copies
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.variables import probe_variables
 from batchfit.errors import ProgramError
 
-_INJECT = Path(__file__).parent / "probe" / "inject"
 _SOURCE = Path(batchfit.__file__).parent.parent
 
 
@@ -47,7 +46,7 @@ def start_run(
         own = {"socket": str(folder.path / "s"), "token": token, "ram_bytes": ram_bytes()}
         environment = probe_variables(
             {**_compile_cache(), **os.environ, **(variables or {}), **template.variables(size)},
-            inject=str(_INJECT),
+            inject=INJECT,
             source=str(_SOURCE),
             folder=str(folder.path),
             settings=json.dumps({**own, **settings}),
@@ -59,21 +58,24 @@ def start_run(
         raise
 
 
-def check_seen(run: CommandRun, name: str, *, heard: bool, code: int | None) -> None:
-    """Refuse a run in which no probe was heard; `name` is the command's first word."""
-    failed = run.found("failed")
+def check_seen(run: CommandRun, words: Sequence[str], *, heard: bool, code: int | None) -> None:
+    """Refuse a run of the command `words` in which no probe was heard."""
+    failed, lines = run.found("failed"), run.tail.lines()
     if failed is not None and not heard:
-        raise ProgramError(f"the probe could not start in the program's Python: {failed.strip()}")
+        text = failed.strip().splitlines()[-1]
+        raise ProgramError(f"the probe could not start in the program's Python: {text}", lines=lines)
     if heard or code != 0:
         return
     if run.found("python") is not None:
-        raise ProgramError(
-            f"the program never imported torch: {name} ran to its end, and there was nothing to measure"
+        text = (
+            f"the program never imported torch: {words[0]} ran to its end, with nothing to measure"
         )
-    raise ProgramError(
-        f"no Python was seen in the program: {name} is none, or starts one that ignores PYTHONPATH (python "
-        "-I, -E), a container, or another machine"
-    )
+    else:
+        text = (
+            f"no Python was seen in the program: {words[0]} is none, or starts one that ignores PYTHONPATH "
+            "(python -I, -E, -S), a container, or another machine"
+        )
+    raise ProgramError(text, lines=lines)
 
 
 def ram_bytes() -> int:

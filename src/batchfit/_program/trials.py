@@ -196,8 +196,7 @@ class ProgramTrials:
         follow = _Follow(run, request)
         try:
             self._follow(follow)
-            name = target.template.words[0]
-            check_seen(run, name, heard=follow.reports.heard, code=follow.code)
+            check_seen(run, target.template.words, heard=follow.reports.heard, code=follow.code)
         finally:
             run.end()
         return follow

@@ -149,7 +149,7 @@ class ProgramTraces:
         reports = Reports()
         try:
             code = self._follow(run, reports, size)
-            check_seen(run, self.template.words[0], heard=reports.heard, code=code)
+            check_seen(run, self.template.words, heard=reports.heard, code=code)
             text = run.found("record")
             if text is None and code == 0 and size > SMALL + 1 and reports.failure is None:
                 raise TooFewSamplesError(size // 2)
