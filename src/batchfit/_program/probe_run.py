@@ -67,9 +67,7 @@ def check_seen(run: CommandRun, words: Sequence[str], *, heard: bool, code: int 
     if heard or code != 0:
         return
     if run.found("python") is not None:
-        text = (
-            f"the program never imported torch: {words[0]} ran to its end, with nothing to measure"
-        )
+        text = f"the program never imported torch: {words[0]} ran to its end, with nothing to measure"
     else:
         text = (
             f"no Python was seen in the program: {words[0]} is none, or starts one that ignores PYTHONPATH "
