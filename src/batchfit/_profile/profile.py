@@ -57,12 +57,12 @@ def profile_throughput(
     Args:
         workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
         smallest: the size to begin with, where a batch of 1 does not run (BatchNorm).
-        largest: the largest size to time, such as `find_batch_size` has found; default: what memory
-            readings at small sizes allow.
+        largest: the largest size to time, such as `find_batch_size` has found; default: what memory readings
+            at small sizes allow.
         sizes: time exactly these sizes, finely, instead of looking for the knee.
         within: how far from the best throughput the recommended size may be.
-        budget: bytes the program may use ("24GiB"); default: all that is free on a GPU, and of RAM a
-            quarter, at most 4 GiB, beside what the model and the optimizer hold.
+        budget: bytes the program may use ("24GiB"); default: all that is free on a GPU, and of RAM a quarter,
+            at most 4 GiB, beside what the model and the optimizer hold.
         time_limit_s: stop with what was measured so far.
         device: where the workload runs; default: where its state is.
         tokens_per_sample: tokens in a sample; default: read off `input_ids`, where the model is given some.
@@ -72,27 +72,15 @@ def profile_throughput(
         diagnose: look for the bottleneck: a few more steps at the recommended size.
         on_point: called with each point as it is measured.
 
+    Returns:
+        A `ThroughputProfile`: sizes are per process, and `recommended` is the one to use.
+
     Raises:
         NothingFitsError: not even a batch of 1 (or the smallest of `sizes`) fits.
         SearchStoppedError: `time_limit_s` was over before any size was timed.
     """
-    return profile_with(
-        workload,
-        lambda: ProfileOptions(
-            smallest=smallest,
-            largest=largest,
-            sizes=sizes,
-            within=within,
-            budget=budget,
-            time_limit_s=time_limit_s,
-            device=device,
-            tokens_per_sample=tokens_per_sample,
-            loader=loader,
-            target_batch_size=target_batch_size,
-            diagnose=diagnose,
-            on_point=on_point,
-        ),
-    )
+    keywords = {**locals()}  # every argument, by its name
+    return profile_with(keywords.pop("workload"), lambda: ProfileOptions(**keywords))
 
 
 def profile_with(

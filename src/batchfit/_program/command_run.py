@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +33,18 @@ Event = dict[str, Any]
 _END_S = 70.0  # the guardian gives up after 60 s on a process that is stuck in a device driver
 _LONGEST_SOCKET = 90  # bytes of a path, of the 104 that macOS allows
 _TICK_S = 0.2
+INJECT = str(Path(__file__).parent / "probe" / "inject")
+_PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(11, 16)))
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+_SHIM = """#!/bin/sh
+# Of a batchfit probe: the real one, with the probe in PYTHONPATH.
+inject={inject}
+case ":$PYTHONPATH:" in
+*":$inject:"*) ;;
+*) PYTHONPATH="$inject${{PYTHONPATH:+:$PYTHONPATH}}"; export PYTHONPATH ;;
+esac
+exec {real} "$@"
+"""
 
 
 @final
@@ -42,13 +55,22 @@ class ProbeFolder:
         place = None if len(tempfile.gettempdir()) < _LONGEST_SOCKET - 30 else "/tmp"
         try:
             self.path = Path(tempfile.mkdtemp(prefix="batchfit-", dir=place))
-            for name in ("t", "out"):
+            for name in ("t", "out", "b"):
                 (self.path / name).mkdir()
+            self._write_shims(self.path / "b")
         except OSError as error:
             raise ProgramError(
                 f"no folder for a probe could be made in {place or tempfile.gettempdir()}: "
                 f"{error.strerror or error}. Free some space, or name another place with TMPDIR"
             ) from None
+
+    def _write_shims(self, place: Path) -> None:
+        """Commands that start Python, for shells that set PYTHONPATH themselves: the probe stays in it."""
+        for name in (*_PYTHONS, *_LAUNCHERS):
+            real = shutil.which(name)
+            if real is not None:
+                (place / name).write_text(_SHIM.format(inject=shlex.quote(INJECT), real=shlex.quote(real)))
+                (place / name).chmod(0o700)
 
     def remove(self) -> None:
         """Delete it."""

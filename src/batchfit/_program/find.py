@@ -17,6 +17,7 @@ from batchfit._find.resume import ResumeFile
 from batchfit._find.session import OwnTrials
 from batchfit._program.config_copy import changed_files
 from batchfit._program.pure.stored_name import StoredName
+from batchfit._program.pure.template import isolating_flag
 from batchfit._program.stored import command_digest, stored_before
 from batchfit._program.trials import ProgramTarget, ProgramTrials
 
@@ -48,6 +49,12 @@ def program_trials(
         timeout_s=options.timeout_s,
         soak_steps=soak_steps,
     )
+    flag = isolating_flag(target.template.words)
+    if flag:
+        raise ValueError(
+            f"the command must start Python without {flag}, with which it ignores PYTHONPATH: so comes the "
+            "probe to it"
+        )
     changed_files(target.template, size)  # what is wrong with them is said before anything is run
     template = target.template
     command = [*template.words, *template.env, *(f"{one.file}:{'.'.join(one.keys)}" for one in template.sets)]

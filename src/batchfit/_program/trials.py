@@ -14,28 +14,20 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import getpass
-import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, Self, final
 
-import batchfit
-from batchfit._engine.device.device import read_ram, without_budget
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.in_children import ChildDevice, ending_text
 from batchfit._engine.trial.trial import LargestBatch, RunTrial, TrialRequest
-from batchfit._program.command_run import CommandRun, ProbeFolder, new_token
-from batchfit._program.config_copy import write_copies
+from batchfit._program.command_run import CommandRun
+from batchfit._program.probe_run import check_seen, ram_bytes, start_run
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
-from batchfit._program.pure.variables import probe_variables
 from batchfit._program.rank_reports import Reports
 from batchfit.errors import ProgramError
 from batchfit.results import Trial
@@ -45,8 +37,6 @@ _FIRST_STEP_S = 3600.0  # without a word before: models are loaded, and data is 
 _NO_STEP_S = 4 * 3600.0  # whatever it prints
 _FAREWELL_S = 10.0  # for the other ranks and the launcher, after one rank has failed
 _SOAK_SHARE_OF_START = 0.5
-_INJECT = Path(__file__).parent / "probe" / "inject"
-_SOURCE = Path(batchfit.__file__).parent.parent
 
 
 @final
@@ -126,7 +116,7 @@ class ProgramTrials:
             trial = self._run(self._first, budget_bytes=self.target.budget_bytes)
             self._ran[trial.size].unseen_s = trial.elapsed_s
             if self._device is None:  # its first run was out of memory before it had chosen a device
-                self._see("cpu", self.target.budget_bytes or _ram_bytes())
+                self._see("cpu", self.target.budget_bytes or ram_bytes())
         assert self._device is not None
         return self._device
 
@@ -190,7 +180,7 @@ class ProgramTrials:
         trial = self._judged(follow)
         whole = trial.fits and not follow.reached
         if follow.reports.device:
-            self._see(follow.reports.device, follow.reports.budget_bytes or _ram_bytes())
+            self._see(follow.reports.device, follow.reports.budget_bytes or ram_bytes())
         self._ran[request.size] = _Ran(trial, whole)
         if trial.fits:
             self._note_use(follow.reports.use(request.size))
@@ -210,39 +200,17 @@ class ProgramTrials:
 
     def _follow_run(self, request: TrialRequest, pace: RunPace, budget_bytes: int | None) -> _Follow:
         target = self.target
-        folder = ProbeFolder()
-        try:
-            files = write_copies(target.template, request.size, folder.path)
-            token = new_token()
-            settings = {
-                "socket": str(folder.path / "s"),
-                "token": token,
-                "steps": request.steps,
-                "stops": True,
-                "device": target.device or "",
-                "budget_bytes": budget_bytes,
-                "ram_bytes": _ram_bytes(),
-            }
-            environment = probe_variables(
-                {**_compile_cache(), **os.environ, **target.template.variables(request.size)},
-                inject=str(_INJECT),
-                source=str(_SOURCE),
-                folder=str(folder.path),
-                settings=json.dumps(settings),
-            )
-            command = target.template.command(request.size, out=str(folder.path / "out"), files=files)
-            run = CommandRun(command, environment, folder, token)
-        except BaseException:
-            folder.remove()
-            raise
+        settings = {
+            "steps": request.steps,
+            "stops": True,
+            "device": target.device or "",
+            "budget_bytes": budget_bytes,
+        }
+        run = start_run(target.template, request.size, settings)
         follow = _Follow(run, request, pace)
         try:
             self._follow(follow)
-            failed = run.found("failed")
-            if failed is not None and not follow.reports.heard:
-                raise ProgramError(f"the probe could not start in the program's Python: {failed.strip()}")
-            if not follow.reports.heard and follow.code == 0:
-                raise ProgramError(_unseen(command[0], had_python=run.found("python") is not None))
+            check_seen(run, target.template.words, heard=follow.reports.heard, code=follow.code)
         finally:
             run.end()
         return follow
@@ -389,23 +357,3 @@ class ProgramTrials:
                     f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
                     "search runs on one node. Find with one node, and use the size per process on all"
                 )
-
-
-def _unseen(name: str, *, had_python: bool) -> str:
-    if had_python:
-        return f"the program never imported torch: {name} ran to its end, and there was nothing to measure"
-    return (
-        f"no Python was seen in the program: {name} is none, or starts one that ignores PYTHONPATH (python "
-        "-I, -E), a container, or another machine"
-    )
-
-
-def _ram_bytes() -> int:
-    return without_budget("cpu", read_ram().available_bytes * 9 // 10)
-
-
-def _compile_cache() -> dict[str, str]:
-    """Compiled kernels are kept where they always are, though a probe has a temporary folder of its own."""
-    with contextlib.suppress(OSError, KeyError, ImportError):
-        return {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"}
-    return {}

@@ -70,13 +70,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one call of `Microbatcher.backward` did.
+    """What one call of `Microbatcher.backward` or `backward_cached` did.
 
-    `loss` is the loss of the full batch as a detached tensor on the device: reading it forces a
-    synchronization. `retries` counts OOM retries. `peak_bytes` is the most that was live when a size of this
-    shape ran for the first time (measured then, remembered after); None where there is no reading. `skipped`:
-    the batch had no weight, so nothing was run and no gradient changed. `outputs` are those that `fn`
-    returned beside its losses, detached, joined in the batch's order: each sample once.
+    Attributes:
+        loss: loss of the full batch, a detached tensor on the device: reading it forces a synchronization.
+        microbatch_sizes: samples of each microbatch of the pass that counted.
+        retries: OOM retries of this call.
+        peak_bytes: peak of live bytes when a size of this shape first ran, remembered after; None without a
+            reading.
+        skipped: the batch had no weight: nothing was run, and no gradient changed.
+        outputs: what `fn` returned beside its losses, detached, joined in the batch's order; None without
+            any.
     """
 
     loss: Any

@@ -16,6 +16,7 @@ QUIET = {
     "COMET_MODE": "disabled",
     "NEPTUNE_MODE": "debug",
     "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "PYTHONUNBUFFERED": "1",  # the last lines of a program that is killed
@@ -31,7 +32,9 @@ def probe_variables(
         **environment,
         **QUIET,
         "MLFLOW_TRACKING_URI": f"file:{folder}/t/mlruns",
+        "TRACKIO_DIR": f"{folder}/t/trackio",
         "TMPDIR": f"{folder}/t",
+        "PATH": os.pathsep.join([f"{folder}/b", environment.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join([inject, path]) if path else inject,
         "BATCHFIT_PROBE_FOLDER": folder,
         "BATCHFIT_PROBE_SOURCE": source,
