@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, Protocol, Self, final
 
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.in_children import ChildDevice, ending_text
@@ -53,6 +53,13 @@ class ProgramTarget:
     on_step: Callable[[int, int], object] | None = None
 
 
+class RunPace(Protocol):
+    """Says how a run goes on once all ranks have taken the steps that were asked for."""
+
+    def __call__(self, reports: Reports, *, start_s: float) -> dict[str, Any] | None:
+        """What to answer the ranks that wait (`until` which step); None where the run has shown enough."""
+
+
 @final
 @dataclass(slots=True)
 class _Ran:
@@ -68,6 +75,7 @@ class _Follow:
 
     run: CommandRun
     request: TrialRequest
+    pace: RunPace
     reports: Reports = field(default_factory=Reports)
     code: int | None = None
     silent: bool = False
@@ -162,7 +170,13 @@ class ProgramTrials:
         ):
             elapsed_s, known.unseen_s = known.unseen_s, 0.0
             return known.trial.model_copy(update={"soak": request.soak, "elapsed_s": elapsed_s})
-        follow = self._follow_run(request, budget_bytes)
+        return self.run_paced(request, self._soak_pace, budget_bytes=budget_bytes)[0]
+
+    def run_paced(
+        self, request: TrialRequest, pace: RunPace, *, budget_bytes: int | None
+    ) -> tuple[Trial, Reports]:
+        """One run of the command, as long as `pace` has it, and what its ranks have reported."""
+        follow = self._follow_run(request, pace, budget_bytes)
         trial = self._judged(follow)
         whole = trial.fits and not follow.reached
         if follow.reports.device:
@@ -170,7 +184,7 @@ class ProgramTrials:
         self._ran[request.size] = _Ran(trial, whole)
         if trial.fits:
             self._note_use(follow.reports.use(request.size))
-        return trial
+        return trial, follow.reports
 
     def _note_use(self, use: SizeUse) -> None:
         self._uses.append(use)
@@ -184,7 +198,7 @@ class ProgramTrials:
 
     # --- one run
 
-    def _follow_run(self, request: TrialRequest, budget_bytes: int | None) -> _Follow:
+    def _follow_run(self, request: TrialRequest, pace: RunPace, budget_bytes: int | None) -> _Follow:
         target = self.target
         settings = {
             "steps": request.steps,
@@ -193,7 +207,7 @@ class ProgramTrials:
             "budget_bytes": budget_bytes,
         }
         run = start_run(target.template, request.size, settings)
-        follow = _Follow(run, request)
+        follow = _Follow(run, request, pace)
         try:
             self._follow(follow)
             check_seen(run, target.template.words, heard=follow.reports.heard, code=follow.code)
@@ -241,19 +255,25 @@ class ProgramTrials:
         return now_s - (last_s or run.begun_s) >= limit_s
 
     def _is_enough(self, follow: _Follow) -> bool:
-        """Whether all ranks have taken the steps; where more of them cost little, they go on."""
+        """Whether all ranks have taken the steps, and no more of them are wanted."""
         reports, run = follow.reports, follow.run
         peers = reports.waiting()
         if not peers:
             return False
-        start_s = (reports.first_pass_s or run.begun_s) - run.begun_s
+        answer = follow.pace(reports, start_s=(reports.first_pass_s or run.begun_s) - run.begun_s)
+        if answer is None:
+            return True
+        reports.go_on()
+        run.answer(peers, **answer)
+        return False
+
+    def _soak_pace(self, reports: Reports, *, start_s: float) -> dict[str, Any] | None:
+        """On to the steps of a stability check, where they cost little beside another start."""
         more = self.target.soak_steps - reports.steps_run
         cost_s = more * (reports.step_s() or 0.0)
         if more <= 0 or cost_s > _SOAK_SHARE_OF_START * start_s:
-            return True
-        reports.go_on()
-        run.answer(peers, until=self.target.soak_steps)
-        return False
+            return None
+        return {"until": self.target.soak_steps}
 
     def _judged(self, follow: _Follow) -> Trial:
         """The trial that a run was; raises where it was none."""
