@@ -17,7 +17,9 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +47,13 @@ def walk(call: Callable[[], object]) -> Walk:
 
     def record(frame: Any, event: str, _: object) -> None:
         nonlocal switches, last
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(ROOT) or code.co_name == "<module>":
+        module = module_of(frame.f_code) if event == "call" else ""
+        if not module or module.startswith(NOT_COUNTED):
             return
-        module = module_of(frame)
         caller = frame.f_back
-        while caller is not None and not caller.f_code.co_filename.startswith(ROOT):
+        while caller is not None and not module_of(caller.f_code):
             caller = caller.f_back
-        of_gpu = caller is not None and module_of(caller).startswith(GPU)
-        if of_gpu or module.startswith(NOT_COUNTED):
+        if caller is not None and module_of(caller.f_code).startswith(GPU):
             return
         seen[module] = None
         switches += module != last
@@ -67,8 +67,12 @@ def walk(call: Callable[[], object]) -> Walk:
     return Walk(tuple(seen), switches)
 
 
-def module_of(frame: Any) -> str:
-    return ".".join(Path(frame.f_code.co_filename[len(ROOT) + 1 : -3]).parts)
+@cache
+def module_of(code: CodeType) -> str:
+    """The module of batchfit that holds this function; "" for other code, and for what an import runs."""
+    if not code.co_filename.startswith(ROOT) or code.co_name == "<module>":
+        return ""
+    return ".".join(Path(code.co_filename[len(ROOT) + 1 : -3]).parts)
 
 
 def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -90,7 +94,7 @@ def walks() -> dict[str, Walk]:
     workload = batchfit.training(model, torch.optim.Adam(model.parameters()), loss_fn, make_batch)
     found = {}
     for name, call, budgets in (
-        ("find", batchfit.find_batch_size, ("64MiB", "63MiB")),
+        ("find", batchfit.find_batch_size, ("16MiB", "15MiB")),
         ("predict", batchfit.predict_batch_size, ("2GiB", "1GiB")),
     ):
         call(workload, budget=budgets[0])

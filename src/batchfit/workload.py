@@ -34,7 +34,7 @@ from batchfit._engine.workload.checks import (
     checked_state,
     checked_step,
 )
-from batchfit._engine.workload.step_parts import (
+from batchfit._engine.workload.loop import (
     autocast_context,
     backward,
     call_model,

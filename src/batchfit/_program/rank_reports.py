@@ -34,6 +34,7 @@ class RankReport:
     steps: list[Event] = field(default_factory=list)
     reached: int | None = None  # the step at which it waits
     steps_s: list[float] = field(default_factory=list)  # as its device took them, once it has waited
+    counts_memory: bool = False  # in a way that slows its steps
     largest_bytes: int | None = None  # the largest block that its allocator has taken
     exited: bool = False
 
@@ -104,6 +105,7 @@ class Reports:
         elif kind == "reached":
             rank.reached = event["number"]
             rank.steps_s = event["steps_s"]
+            rank.counts_memory = event["counts_memory"]
             rank.largest_bytes = event.get("largest_bytes")
             self.is_evaluation = event["kind_of_step"] == "pass"
         elif kind == "oom":
