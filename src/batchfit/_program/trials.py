@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, Protocol, Self, final
 
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.in_children import ChildDevice, ending_text
@@ -37,6 +37,7 @@ _FIRST_STEP_S = 3600.0  # without a word before: models are loaded, and data is 
 _NO_STEP_S = 4 * 3600.0  # whatever it prints
 _FAREWELL_S = 10.0  # for the other ranks and the launcher, after one rank has failed
 _SOAK_SHARE_OF_START = 0.5
+_ASKS = "the program asks for input, and a probe has none"
 
 
 @final
@@ -51,6 +52,13 @@ class ProgramTarget:
     soak_steps: int = 25
     on_device: Callable[[str, int], object] | None = None
     on_step: Callable[[int, int], object] | None = None
+
+
+class RunPace(Protocol):
+    """Says how a run goes on once all ranks have taken the steps that were asked for."""
+
+    def __call__(self, reports: Reports, *, start_s: float) -> dict[str, Any] | None:
+        """What to answer the ranks that wait (`until` which step); None where the run has shown enough."""
 
 
 @final
@@ -68,6 +76,7 @@ class _Follow:
 
     run: CommandRun
     request: TrialRequest
+    pace: RunPace
     reports: Reports = field(default_factory=Reports)
     code: int | None = None
     silent: bool = False
@@ -162,7 +171,13 @@ class ProgramTrials:
         ):
             elapsed_s, known.unseen_s = known.unseen_s, 0.0
             return known.trial.model_copy(update={"soak": request.soak, "elapsed_s": elapsed_s})
-        follow = self._follow_run(request, budget_bytes)
+        return self.run_paced(request, self._soak_pace, budget_bytes=budget_bytes)[0]
+
+    def run_paced(
+        self, request: TrialRequest, pace: RunPace, *, budget_bytes: int | None
+    ) -> tuple[Trial, Reports]:
+        """One run of the command, as long as `pace` has it, and what its ranks have reported."""
+        follow = self._follow_run(request, pace, budget_bytes)
         trial = self._judged(follow)
         whole = trial.fits and not follow.reached
         if follow.reports.device:
@@ -170,7 +185,7 @@ class ProgramTrials:
         self._ran[request.size] = _Ran(trial, whole)
         if trial.fits:
             self._note_use(follow.reports.use(request.size))
-        return trial
+        return trial, follow.reports
 
     def _note_use(self, use: SizeUse) -> None:
         self._uses.append(use)
@@ -184,7 +199,7 @@ class ProgramTrials:
 
     # --- one run
 
-    def _follow_run(self, request: TrialRequest, budget_bytes: int | None) -> _Follow:
+    def _follow_run(self, request: TrialRequest, pace: RunPace, budget_bytes: int | None) -> _Follow:
         target = self.target
         settings = {
             "steps": request.steps,
@@ -193,7 +208,7 @@ class ProgramTrials:
             "budget_bytes": budget_bytes,
         }
         run = start_run(target.template, request.size, settings)
-        follow = _Follow(run, request)
+        follow = _Follow(run, request, pace)
         try:
             self._follow(follow)
             check_seen(run, target.template.words, heard=follow.reports.heard, code=follow.code)
@@ -207,6 +222,8 @@ class ProgramTrials:
         for event in run.events(math.inf):
             kind, now = event["kind"], time.monotonic()
             reports.take(event, now)
+            if reports.other_nodes:
+                return
             if kind == "not_started":
                 follow.not_started = event["error"]
                 return
@@ -241,19 +258,25 @@ class ProgramTrials:
         return now_s - (last_s or run.begun_s) >= limit_s
 
     def _is_enough(self, follow: _Follow) -> bool:
-        """Whether all ranks have taken the steps; where more of them cost little, they go on."""
+        """Whether all ranks have taken the steps, and no more of them are wanted."""
         reports, run = follow.reports, follow.run
         peers = reports.waiting()
         if not peers:
             return False
-        start_s = (reports.first_pass_s or run.begun_s) - run.begun_s
+        answer = follow.pace(reports, start_s=(reports.first_pass_s or run.begun_s) - run.begun_s)
+        if answer is None:
+            return True
+        reports.go_on()
+        run.answer(peers, **answer)
+        return False
+
+    def _soak_pace(self, reports: Reports, *, start_s: float) -> dict[str, Any] | None:
+        """On to the steps of a stability check, where they cost little beside another start."""
         more = self.target.soak_steps - reports.steps_run
         cost_s = more * (reports.step_s() or 0.0)
         if more <= 0 or cost_s > _SOAK_SHARE_OF_START * start_s:
-            return True
-        reports.go_on()
-        run.answer(peers, until=self.target.soak_steps)
-        return False
+            return None
+        return {"until": self.target.soak_steps}
 
     def _judged(self, follow: _Follow) -> Trial:
         """The trial that a run was; raises where it was none."""
@@ -302,6 +325,8 @@ class ProgramTrials:
         killed = code == -9 or reports.died
         if code == -9 or (smaller and (killed or code < 0)):
             return made(outcome="killed", message=f"the program {ending_text(-9 if killed else code)}")
+        if any(line.startswith("EOFError: ") for line in follow.run.tail.lines()):
+            raise self._error(_ASKS, follow)
         number = reports.steps_run
         where = f"in step {number + 1}" if number else "before its first step"
         how = "lost a process" if reports.died and code >= 0 else ending_text(code)
@@ -320,7 +345,7 @@ class ProgramTrials:
         failure = follow.reports.failure
         assert failure is not None
         if failure.kind == "EOFError":
-            return self._error("the program asks for input, and a probe has none", follow)
+            return self._error(_ASKS, follow)
         return self._error(f"the program raised {failure.text}", follow)
 
     def _error(self, text: str, follow: _Follow) -> ProgramError:
@@ -331,9 +356,9 @@ class ProgramTrials:
         return ProgramError(f"{text}, at batch size {follow.request.size}{ran}", lines=lines)
 
     def _check_nodes(self, reports: Reports) -> None:
-        for one in reports.ranks.values():
-            if one.world_size > one.local_world_size:
-                raise ProgramError(
-                    f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
-                    "search runs on one node. Find with one node, and use the size per process on all"
-                )
+        one = reports.other_nodes
+        if one is not None:
+            raise ProgramError(
+                f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
+                "search runs on one node. Find with one node, and use the size per process on all"
+            )

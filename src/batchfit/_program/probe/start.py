@@ -202,10 +202,14 @@ class Probe:
             number=self._steps,
             kind_of_step="step" if self._counts else "pass",
             steps_s=self._clock.seconds(),
+            counts_memory=self._memory is not None and self._memory.slows_steps,
             **more,
             **who(),
         )
-        self._target = self._channel.receive()["until"]
+        answer = self._channel.receive()
+        self._target = answer["until"]
+        if answer.get("only_time") and self._memory is not None and self._memory.leave():
+            self._clock.forget()  # what counting has slowed down
 
     # --- the end
 
