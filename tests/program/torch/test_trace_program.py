@@ -32,7 +32,7 @@ PARTS = """
 import sys
 import torch
 from torch import nn
-from torch.nn import functional
+from torch.nn import functional as F
 
 def make_model():
     layers = [nn.Linear(256, 512), nn.Dropout(0.1), nn.ReLU(), nn.Linear(512, 10)]
@@ -255,14 +255,16 @@ def run_command(*words: str) -> Result:
 def test_the_command_predicts_and_explains() -> None:
     Path("train.py").write_text(TRAIN)
     command = ("--", sys.executable, "train.py", "{}")
-    ran = run_command("predict", "--gpu", f"{GPU.name},t4", "--max-size", "512", "--json", *command)
+    ran = run_command(
+        "predict", "--gpu", f"{GPU.name},t4", "--max-size", "512", "--output", "p.json", *command
+    )
     assert ran.exit_code == 0, ran.stderr
-    predicted = json.loads(ran.stdout)
+    predicted = json.loads(Path("p.json").read_text())
     assert [one["batch_size"] for one in predicted] == [512, 512]
     assert [one["card"] for one in predicted] == [GPU.name, "t4"]
-    ran = run_command("explain", "--batch-size", "512", "--gpu", GPU.name, "--json", *command)
+    ran = run_command("explain", "--batch-size", "512", "--gpu", GPU.name, "--output", "e.json", *command)
     assert ran.exit_code == 0, ran.stderr
-    explained = json.loads(ran.stdout)
+    explained = json.loads(Path("e.json").read_text())
     assert explained["peak_bytes"] == pytest.approx(predicted[0]["peak_bytes"], rel=0.01)
     assert any(line["name"].startswith("train.py:") for line in explained["lines"])
 
