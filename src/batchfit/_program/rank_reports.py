@@ -137,6 +137,11 @@ class Reports:
         return max((one.world_size for one in self.ranks.values()), default=1)
 
     @property
+    def other_nodes(self) -> RankReport | None:
+        """A rank of a program that needs more nodes than this one, if it does."""
+        return next((one for one in self.ranks.values() if one.world_size > one.local_world_size), None)
+
+    @property
     def steps_run(self) -> int:
         """Steps that every rank has taken."""
         return min((one.steps[-1]["number"] for one in self.stepping), default=0)

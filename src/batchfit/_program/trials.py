@@ -37,6 +37,7 @@ _FIRST_STEP_S = 3600.0  # without a word before: models are loaded, and data is 
 _NO_STEP_S = 4 * 3600.0  # whatever it prints
 _FAREWELL_S = 10.0  # for the other ranks and the launcher, after one rank has failed
 _SOAK_SHARE_OF_START = 0.5
+_ASKS = "the program asks for input, and a probe has none"
 
 
 @final
@@ -221,6 +222,8 @@ class ProgramTrials:
         for event in run.events(math.inf):
             kind, now = event["kind"], time.monotonic()
             reports.take(event, now)
+            if reports.other_nodes:
+                return
             if kind == "not_started":
                 follow.not_started = event["error"]
                 return
@@ -322,6 +325,8 @@ class ProgramTrials:
         killed = code == -9 or reports.died
         if code == -9 or (smaller and (killed or code < 0)):
             return made(outcome="killed", message=f"the program {ending_text(-9 if killed else code)}")
+        if any(line.startswith("EOFError: ") for line in follow.run.tail.lines()):
+            raise self._error(_ASKS, follow)
         number = reports.steps_run
         where = f"in step {number + 1}" if number else "before its first step"
         how = "lost a process" if reports.died and code >= 0 else ending_text(code)
@@ -340,7 +345,7 @@ class ProgramTrials:
         failure = follow.reports.failure
         assert failure is not None
         if failure.kind == "EOFError":
-            return self._error("the program asks for input, and a probe has none", follow)
+            return self._error(_ASKS, follow)
         return self._error(f"the program raised {failure.text}", follow)
 
     def _error(self, text: str, follow: _Follow) -> ProgramError:
@@ -351,9 +356,9 @@ class ProgramTrials:
         return ProgramError(f"{text}, at batch size {follow.request.size}{ran}", lines=lines)
 
     def _check_nodes(self, reports: Reports) -> None:
-        for one in reports.ranks.values():
-            if one.world_size > one.local_world_size:
-                raise ProgramError(
-                    f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
-                    "search runs on one node. Find with one node, and use the size per process on all"
-                )
+        one = reports.other_nodes
+        if one is not None:
+            raise ProgramError(
+                f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
+                "search runs on one node. Find with one node, and use the size per process on all"
+            )
