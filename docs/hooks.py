@@ -1,9 +1,9 @@
 """What the site has beside the pages of docs/: made from the files themselves, copied nowhere by hand.
 
 Rules: a page is in one place. README.md is the first page until there is a docs/index.md; ARCHITECTURE.md,
-CHANGELOG.md, each example and each page of benchmark results are pages. Links between them, written so that
-they work in the repository, are turned into links of the site. The API page ends with the docstrings of all
-public names, read from the source: building the site imports neither batchfit nor torch.
+CONTRIBUTING.md, CHANGELOG.md, each example and each page of benchmark results are pages. Links between them,
+written so that they work in the repository, are turned into links of the site. The API page ends with the
+docstrings of all public names, read from the source: building the site imports neither batchfit nor torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\(|<img src=\")([^)#\"\s]+)(?=[)#\"])")
 FRAMEWORKS = ("accelerate", "lightning", "ray", "torchtune", "transformers")
-TOP = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
+TOP = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "project/architecture.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+}
 
 
 def _top(root: Path) -> dict[str, str]:
