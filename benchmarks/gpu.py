@@ -64,6 +64,7 @@ PARTS = (
         "integrations", "integrations_gpu", ("run",), "integrations", quick=("--rows", "lightning/ours/find")
     ),
     Part("loader", "loader", ("run", "--rounds", "5"), "loader"),  # the machine's cores, not its card
+    Part("stack", "stack_gpu", ("run",), "stack"),
     Part("sweep", "sweep_gpu", ("run",), "sweep", quick=("--rows", "guided/2048")),
     Part("schedules", "schedules_gpu", ("run",), "schedules"),
     *(

@@ -88,8 +88,8 @@ def capped(cap_gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(cap_gib * GIB / total)
 
 
-def run_truth(model: str, precision: str, cap: str, loop: str) -> dict[str, Any]:
-    """The largest size that survives a soak, by find and then by single soaks upwards."""
+def run_truth(model: str, precision: str, cap: str, loop: str, steps: str = str(SOAK)) -> dict[str, Any]:
+    """The largest size that survives a soak of so many steps, by find and then by single soaks upwards."""
     import batchfit
     import zoo
     from batchfit._engine.device.resolve import resolve_device
@@ -117,7 +117,7 @@ def run_truth(model: str, precision: str, cap: str, loop: str) -> dict[str, Any]
                 device=place,
                 snapshot=snapshot,
                 parameters=parameters,
-                steps=3 if generates else SOAK,
+                steps=3 if generates else int(steps),
                 soak=True,
                 generates=generates,
                 raise_ambiguous=False,

@@ -1,7 +1,7 @@
 """The models that prediction and find are measured on: random weights from configs, batches made on the spot.
 
     workload = zoo.make("gpt2", "bf16", device="cuda")
-    workload = zoo.make("gpt2@checkpointing", "fp32")     # also @short, @generate, @inference
+    workload = zoo.make("gpt2@checkpointing", "fp32")     # also @short, @generate, @inference, @lora
     workload = zoo.make("gpt2", "bf16", loop="kept")      # outputs, loss and batch live until the next step's
 
 The loops are lean by default (`keep_outputs=False`), as those are that the recorded figures come from.
@@ -87,6 +87,8 @@ def make(
         model = model.to(torch.bfloat16)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if variant == "lora":
+        model = _with_lora(model)
     if variant == "short":
         make_batch = _halved(make_batch)
     if variant == "generate":
@@ -103,7 +105,7 @@ def make(
         return batchfit.inference(model, make_batch, autocast=autocast, keep_outputs=keeps)
     if name == "dcgan":
         return _gan(model, make_batch, autocast, keeps=keeps)
-    made = _OPTIMIZERS[optimizer](model.parameters())
+    made = _OPTIMIZERS[optimizer]([one for one in model.parameters() if one.requires_grad])
     return batchfit.training(model, made, loss_fn, make_batch, autocast=autocast, keep_outputs=keeps)
 
 
@@ -166,6 +168,17 @@ def by_hand(workload: batchfit.Workload) -> Callable[[], Iterator[Callable[[int]
             frame.close()
 
     return loop
+
+
+def _with_lora(model: nn.Module) -> nn.Module:
+    """With PEFT's adapters of rank 16 on the layers that PEFT chooses for this model."""
+    import peft
+
+    config: Any = model.config
+    conv = config.model_type == "gpt2"  # its layers are Conv1D: weights are the other way round
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=16, lora_dropout=0.05, task_type="CAUSAL_LM", fan_in_fan_out=conv)
+    )
 
 
 def _halved(make_batch: MakeBatch) -> MakeBatch:
