@@ -29,7 +29,7 @@ from torch_private import pack_padded_sequence
 import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._engine.allocator.gpus import gpu_named
-from batchfit._engine.cuda_model import sequences
+from batchfit._engine.cuda_model import attention, sequences
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import glance, rules_for, trace_workload, unseen
 from batchfit._engine.workload.reachable import reach_of
@@ -737,6 +737,16 @@ def test_attention_takes_the_kernel_of_the_card() -> None:
     assert operations("h100", FP32, head=6) == set()  # no whole vectors: products and a softmax
     assert operations("h100", BF16, head=256) == {"flash"}
     assert operations("v100-16gb", BF16) == set()
+
+
+def test_what_torch_is_asked_once_is_no_part_of_the_first_trace() -> None:
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        heads = model(batch)[:, None].expand(-1, 2, -1, -1)
+        return F.scaled_dot_product_attention(heads, heads[:, :1], heads[:, :1], enable_gqa=True).sum()
+
+    work = batchfit.training(nn.Linear(8, 8), None, loss, lambda n: torch.randn(n, 5, 8))
+    attention.efficient_takes_groups.cache_clear()
+    assert traced(work) == traced(work)
 
 
 def test_a_mask_of_truths_becomes_numbers_as_torch_does_it() -> None:

@@ -36,7 +36,7 @@ from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.trace.blocks import counts_of_one_holder
-from batchfit._engine.trace.fake_state import is_paged
+from batchfit._engine.trace.quantised import caveats_of, is_paged
 from batchfit._engine.trace.trace import STEPS, trace
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._units import format_bytes
@@ -320,6 +320,7 @@ def unseen(parts: Iterable[Any]) -> Iterator[str]:
             "(measured with torch 2.11): up to 65 MiB too many"
         )
     for part in parts:
+        yield from caveats_of(part)
         if is_paged(part):
             yield (
                 "paged optimizer state: managed memory, which the driver moves to the GPU by pages and back; "
