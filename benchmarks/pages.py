@@ -30,6 +30,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "noise_planted": "noise_planted",
     "noise": "noise_gpu",
     "own_cost": "own_cost",
+    "prediction_versions": "prediction_versions",
     "prediction": "prediction_gpu",
     "profile": "profile_gpu",
     "ragged": "ragged_gpu",

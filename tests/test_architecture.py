@@ -41,8 +41,8 @@ LEVELS = (
     {"_schedule", "_engine.data_parallel", "_engine.store", "_engine.trace", "_engine.trial"},
     {"_predict", "_rerun", "_engine.optimizer_step", "integrations"},
     {"_explain", "_find", "_microbatch"},
-    {"_program"},
     {"_profile", "_sweep"},
+    {"_program"},
     {"_cli"},
     {"__main__"},
 )
@@ -243,11 +243,18 @@ def test_a_package_is_a_docstring_and_at_most_16_modules(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) - 1 <= 16, f"{folder} has too many modules"
 
 
+def _lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without its docstring: that of a public function has a line per keyword, however many there are."""
+    first = function.body[0]
+    documented = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(function) else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - documented
+
+
 def test_no_module_has_over_450_lines_and_no_function_over_80() -> None:
     long = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert not {name: lines for name, lines in long.items() if lines > 450}
     functions = {
-        f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        f"{name}:{node.name}": _lines_of(node)
         for name, path in MODULES.items()
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -47,6 +47,8 @@ FOLDER = ROOT / "build" / "versions"
 TOOLS = (*environments.TOOLS, "pandas", "matplotlib", "hatchling", "ruff", "mypy")
 REQUIRED = ("transformers", "accelerate", "lightning", "ray", "gloo", "matplotlib", "hatchling")
 TORCHTUNE = {"torchtune": "0.6.1", "torchao": "0.10.0"}
+# What models are fine-tuned with; PEFT refuses LoRA beside the torchao of torchtune.
+STACK = ("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes")
 _MOST_SECONDS = 3 * 3600
 Results = dict[str, Any]
 
@@ -72,6 +74,7 @@ class Row:
     def required(self) -> str:
         """What no test may be skipped for."""
         names = [name for name in REQUIRED if name not in self.without]
+        names += [name.replace("-", "_") for name in STACK if name not in self.without]
         return ",".join([*names, *(["torchtune"] if "torchtune" in self.libraries else [])])
 
 
@@ -82,6 +85,8 @@ def name_of(torch: str) -> str:
 
 # The oldest of each library beside the oldest torch, the newest beside the newest. torchtune's pin of torchao
 # is of the time of torch 2.6, and keeps other libraries from being there: it is in that environment only.
+# 2.11 is the version of the H200 figures. It is here in the place of 2.10, whose wheel pip refused twice in
+# November 2026 (another hash than the registry names).
 OLDEST = {
     "transformers": "4.57.1",
     "accelerate": "1.10.0",
@@ -92,9 +97,9 @@ OLDEST = {
     "rich": "13.7.0",
 }
 ROWS = (
-    Row("2.6.0", OLDEST | TORCHTUNE),
+    Row("2.6.0", OLDEST | TORCHTUNE, without=STACK),
     Row("2.8.0"),
-    Row("2.10.0"),
+    Row("2.11.0"),
     Row("2.12.1"),
     Row("2.15.0"),
 )
@@ -225,9 +230,16 @@ def doctor(venv: Path, folder: Path) -> Results:
     return found
 
 
-def described(said: Results) -> Results:
+def installed(venv: Path) -> dict[str, str]:
+    """The version of each package there, by its name in small letters."""
+    pip = [environments.python_of(venv), "-m", "pip", "--disable-pip-version-check", "list", "--format=json"]
+    said = subprocess.run(pip, capture_output=True, text=True, check=True)
+    return {one["name"].lower().replace("_", "-"): one["version"] for one in json.loads(said.stdout)}
+
+
+def described(said: Results, beside: Mapping[str, str] | None = None) -> Results:
     """Of the doctor's answer, what is stored: versions, and features that do not simply work."""
-    known = {**said["versions"], **said["extras"]}
+    known = {**(beside or {}), **said["versions"], **said["extras"]}
     # Whether torch is built for a GPU is no matter of its version.
     limits = [one for one in said["features"] if one["state"] != "works" and "GPU" not in one["name"]]
     return {
@@ -252,7 +264,7 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, a
             print(f"torch {row.torch}: installing", flush=True)
             venv, taken_mib = make(row, folder)
         install(venv, "--no-deps", "--no-build-isolation", "--force-reinstall", str(source))
-        said = doctor(venv, folder)
+        said, beside = doctor(venv, folder), installed(venv)
         if name_of(said["versions"]["torch"]) != row.name:
             raise SystemExit(f"{venv} has torch {said['versions']['torch']}, not {row.torch}")
         run = partial(run_tests, venv=venv, source=source, required=row.required(), processes=processes)
@@ -269,7 +281,7 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, a
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     about = {"date": today(), "source": commit, "machine": f"{os.cpu_count()} cores, no GPU"}
-    about |= described(said) | ({} if taken_mib is None else {"install_mib": round(taken_mib)})
+    about |= described(said, beside) | ({} if taken_mib is None else {"install_mib": round(taken_mib)})
     return {**about, "parts": done} if before is None else run_again(before, about, done)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 Results = dict[str, Any]
 LIBRARIES = (
     *("transformers", "accelerate", "lightning", "ray", "torchtune"),
+    *("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao"),
     *("pydantic", "typer", "rich", "numpy"),
 )
 _OPENING = """\
@@ -32,6 +33,23 @@ _EVIDENCE = """\
 Ordinary wheels of torch, on CPUs; on the machines of this table. The tests that need a GPU are skipped
 here: they ran with torch 2.11 on an H200 ([Benchmarks](benchmarks.md)). `make test-versions` makes this page.
 """
+_PREDICTIONS = """\
+## Predictions
+
+`batchfit predict` follows the memory of torch 2.11 on an H200, where it was measured. What other versions do
+otherwise is known by their sources, and was not measured on a GPU.
+
+| since | what torch does | in predictions |
+|---|---|---|
+| 2.12 | cuDNN's attention is left to flash for some dropouts | the same memory |
+| 2.14 | memory-efficient attention takes grouped heads | torch is asked |
+| 2.14 | fused attention takes queries of three dimensions | torch is asked |
+| 2.15 | cuBLAS keeps no workspace (`TORCH_CUBLAS_WORKSPACE_CACHE=1` does) | a caveat: up to 65 MiB too many |
+| 2.15 | `expandable_segments_reserve` in `PYTORCH_ALLOC_CONF` | a caveat where it is set |
+
+68 cases predicted without a GPU, by version:
+[the page](../benchmarks/results/prediction_versions_cpu_202611.md).
+"""
 
 
 def totals(result: Results) -> tuple[int, list[dict[str, str]], Counter[str]]:
@@ -45,7 +63,8 @@ def totals(result: Results) -> tuple[int, list[dict[str, str]], Counter[str]]:
 
 def page(found: Mapping[str, Results]) -> str:
     """The whole page."""
-    lines = [*_OPENING.splitlines(), "", *_short(found), "", *_limits(found), "", *_evidence(found)]
+    lines = [*_OPENING.splitlines(), "", *_short(found), "", *_limits(found), "", *_PREDICTIONS.splitlines()]
+    lines += ["", *_evidence(found)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -99,12 +118,12 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
         "",
         "### Libraries",
         "",
-        f"| torch | {' | '.join(LIBRARIES)} |",
-        "|---" * (len(LIBRARIES) + 1) + "|",
+        f"| beside torch | {' | '.join(found)} |",
+        "|---" * (len(found) + 1) + "|",
     ]
-    for name, result in found.items():
-        beside = " | ".join(result["libraries"].get(library, "-") for library in LIBRARIES)
-        lines.append(f"| {name} | {beside} |")
+    for library in LIBRARIES:
+        versions = " | ".join(result["libraries"].get(library, "-") for result in found.values())
+        lines.append(f"| {library} | {versions} |")
     lines += ["", "### Skipped tests", ""]
     skips = {name: _any_torch(totals(result)[2], result["torch"]) for name, result in found.items()}
     reasons = sorted({why for counts in skips.values() for why in counts}, key=lambda why: (_group(why), why))

@@ -42,8 +42,14 @@ _NO_BATCH_HELPS = (
 class NothingFitsError(BatchfitError, RuntimeError):
     """Not even the smallest allowed size ran; carries the numbers. A RuntimeError, as an OOM is, too.
 
-    `state_bytes`: what weights, gradients and optimizer state take, as far as known; `phase`: where the
-    OOM was ("optimizer"), where known.
+    Attributes:
+        size: the smallest size that was tried.
+        device: where ("cuda:0", "cpu").
+        budget_bytes: bytes that the program could use.
+        peak_bytes: what that size needed at least; None without a reading.
+        state_bytes: bytes of weights, gradients and optimizer state; None where they are not known.
+        phase: the phase of the OOM ("optimizer"); None where it is not known.
+        detail: the text of the OOM.
     """
 
     def __init__(
@@ -97,10 +103,16 @@ class SnapshotError(BatchfitError):
 class StepInterruptedError(BatchfitError):
     """Out of memory inside an optimizer step, after something may have moved; says what, and what to do.
 
-    `phase` is where: "gradients" (unscaling, clipping: parameters and optimizer state have not moved),
-    "parameters" (optimizer number `interrupted`; those before it have stepped, those after it have not) or
-    "scaler" (all have stepped, only its update is missing). `moved` names the parameters that have certainly
-    moved; any of the interrupted optimizer's may have, since fused kernels leave no trace.
+    Attributes:
+        phase: "gradients" (unscaling, clipping: parameters and optimizer state have not moved), "parameters"
+            (optimizer number `interrupted`; those before it have stepped, those after it have not) or
+            "scaler" (all have stepped, only its update is missing).
+        optimizers: the class names of all optimizers of the step.
+        interrupted: number of the optimizer that was interrupted, from 0.
+        moved: names of parameters that have certainly moved; any of that optimizer's may have, since fused
+            kernels leave no trace.
+        parameters: how many parameters that optimizer has.
+        detail: the text of the OOM.
     """
 
     def __init__(
@@ -159,7 +171,11 @@ class StepInterruptedError(BatchfitError):
 class UntraceableError(BatchfitError):
     """A step cannot be traced with fake tensors; names the operation, the line and the reason.
 
-    `raised`: the step raised an ordinary error (its `__cause__`), which may be its own as well.
+    Attributes:
+        operation: the operation that cannot be traced.
+        where: its source line.
+        why: the reason.
+        raised: the step raised an ordinary error (its `__cause__`), which may be its own as well.
     """
 
     def __init__(self, operation: str, where: str, why: str, *, raised: bool = False) -> None:
@@ -189,7 +205,9 @@ class TargetError(BatchfitError):
 class ChildDiedError(BatchfitError):
     """A child process of `isolate=True` ended, and a smaller batch would not have saved it.
 
-    `exit_code` is the negative number of a signal where one ended it, None where it was stopped.
+    Attributes:
+        exit_code: the exit code, the negative number of a signal where one ended it; None where it was
+            stopped.
     """
 
     def __init__(self, text: str, *, exit_code: int | None = None, smallest: bool = False) -> None:
@@ -202,7 +220,11 @@ class ChildDiedError(BatchfitError):
 
 
 class ChildRaisedError(BatchfitError):
-    """The user's code raised, in a child process, an error whose type is not loaded in this one."""
+    """The user's code raised, in a child process, an error whose type is not loaded in this one.
+
+    Attributes:
+        type_name: name of that type.
+    """
 
     def __init__(self, type_name: str, text: str) -> None:
         self.type_name = type_name
@@ -212,7 +234,8 @@ class ChildRaisedError(BatchfitError):
 class ProgramError(BatchfitError):
     """A program (`find -- python train.py ...`) failed by itself, or cannot be measured.
 
-    `lines` are the last ones that it has printed.
+    Attributes:
+        lines: the last lines that it printed.
     """
 
     def __init__(self, text: str, *, lines: Iterable[str] = ()) -> None:
@@ -221,7 +244,11 @@ class ProgramError(BatchfitError):
 
 
 class SettingsDifferError(BatchfitError):
-    """A file to resume from holds a search or a sweep with other settings; `differences` names each."""
+    """A file to resume from holds a search or a sweep with other settings.
+
+    Attributes:
+        differences: each setting that differs, with both values.
+    """
 
     def __init__(self, path: str, differences: Iterable[str], *, what: str = "search") -> None:
         self.differences = tuple(differences)
@@ -234,7 +261,8 @@ class SettingsDifferError(BatchfitError):
 class RanksDisagreeError(BatchfitError):
     """Ranks hold different values where all must hold the same.
 
-    `places`: what each rank was about to agree on, where that was not the same.
+    Attributes:
+        places: what each rank was about to agree on, where that was not the same.
     """
 
     def __init__(self, text: str, places: Iterable[str] = ()) -> None:
@@ -247,7 +275,14 @@ class CollectivesError(BatchfitError):
 
 
 class RankMissingError(BatchfitError):
-    """One or more ranks did not answer within the time-out, or said that they will not (`why`)."""
+    """One or more ranks did not answer within the time-out, or said that they will not.
+
+    Attributes:
+        missing: numbers of these ranks.
+        doing: what all ranks had to agree on.
+        timeout_s: seconds that this rank waited.
+        why: the reason that a rank gave; empty where it gave none.
+    """
 
     def __init__(self, missing: Iterable[int], *, doing: str, timeout_s: float, why: str = "") -> None:
         self.missing = tuple(missing)
@@ -265,7 +300,12 @@ class RankMissingError(BatchfitError):
 
 
 class RankFailedError(BatchfitError):
-    """Other ranks raised errors of their own (`failed`: which, and their texts); nothing has changed here."""
+    """Other ranks raised errors of their own; nothing has changed here.
+
+    Attributes:
+        failed: number of each such rank, and the text of its error.
+        doing: what all ranks were doing.
+    """
 
     def __init__(self, failed: Iterable[tuple[int, str]], *, doing: str) -> None:
         self.failed = tuple(failed)

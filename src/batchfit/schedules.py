@@ -36,11 +36,19 @@ from batchfit._schedule.pure.config import (
 )
 from batchfit._schedule.pure.functions import as_path, call, resolve
 from batchfit._schedule.pure.milestones import looks_like_milestones, parse_milestones, unit_of
-from batchfit._units import MOST, Rounding, parse_count, round_size, whole
+from batchfit._units import MOST, Rounding, round_size, whole
 
 
 class StepBatchSizeConfig(PlannedConfig):
-    """Times `gamma` every `step_size`: `min(initial * gamma ** (epoch // step_size), max_batch_size)`."""
+    """Multiplies the batch size by `gamma` every `step_size` counts.
+
+    The size is `min(initial * gamma ** (epoch // step_size), max_batch_size)`.
+
+    Attributes:
+        type: "step": tells this schedule from others in a file.
+        step_size: counts between two changes.
+        gamma: the factor of each change, at least 2.
+    """
 
     type: Literal["step"] = "step"
     step_size: PositiveCount
@@ -71,7 +79,11 @@ class StepBatchSizeConfig(PlannedConfig):
 
 
 class LinearBatchSizeConfig(SmoothConfig):
-    """The same number of samples more (or less) with every count."""
+    """Changes the batch size by the same number of samples with every count.
+
+    Attributes:
+        type: "linear": tells this schedule from others in a file.
+    """
 
     type: Literal["linear"] = "linear"
 
@@ -80,7 +92,11 @@ class LinearBatchSizeConfig(SmoothConfig):
 
 
 class ExponentialBatchSizeConfig(SmoothConfig):
-    """The same factor with every count."""
+    """Changes the batch size by the same factor with every count.
+
+    Attributes:
+        type: "exponential": tells this schedule from others in a file.
+    """
 
     type: Literal["exponential"] = "exponential"
 
@@ -89,7 +105,11 @@ class ExponentialBatchSizeConfig(SmoothConfig):
 
 
 class CosineBatchSizeConfig(SmoothConfig):
-    """Half a cosine wave: slowly at both ends, as CosineAnnealingLR is for the learning rate."""
+    """Half a cosine wave: slow at both ends, as CosineAnnealingLR is for the learning rate.
+
+    Attributes:
+        type: "cosine": tells this schedule from others in a file.
+    """
 
     type: Literal["cosine"] = "cosine"
 
@@ -99,7 +119,12 @@ class CosineBatchSizeConfig(SmoothConfig):
 
 
 class MilestoneBatchSizeConfig(PlannedConfig):
-    """Sizes from given counts on: `"0:256 20:512"`, `{0: 256, 20: 512}`, or `"0:768 250B:1536 tokens"`."""
+    """Sizes from given counts on: `"0:256 20:512"`, `{0: 256, 20: 512}`, or `"0:768 250B:1536 tokens"`.
+
+    Attributes:
+        type: "milestone": tells this schedule from others in a file.
+        milestones: pairs of a count and the global size from there on, as text, a mapping or a list.
+    """
 
     type: Literal["milestone"] = "milestone"
     milestones: tuple[tuple[int, int], ...]
@@ -167,10 +192,25 @@ class MilestoneBatchSizeConfig(PlannedConfig):
         """The batch sizes that take the place of a learning-rate decay (Seesaw, arXiv 2510.14717).
 
         Keep the learning rate constant and pass `lr="seesaw"` to the scheduler: where the decay would have
-        cut it by k, the batch grows by k and the rate falls by k ** 0.5. `decay` is "cosine" (as
-        CosineAnnealingLR to 0 over `total`), "quarter-cosine" (cos(pi t / 2), the paper's 36 %) or cuts such
-        as `{60: 0.2, 120: 0.2}`.
-        Without `max_batch_size` a cosine stops at 64 times the initial size: its end would ask for any size.
+        cut it by k, the batch grows by k and the rate falls by k ** 0.5.
+
+        Args:
+            initial_batch_size: the global size that the run starts with.
+            decay: "cosine" (as CosineAnnealingLR to 0 over `total`), "quarter-cosine" (cos(pi t / 2), the
+                paper's 36 %) or cuts such as `{60: 0.2, 120: 0.2}`.
+            total: over how many counts a cosine falls; may be text ("250B").
+            ratio: a cosine is followed in steps of this factor.
+            unit: what counts are in: "epoch", "step", "samples" or "tokens".
+            max_batch_size: the largest size. Without it a cosine stops at 64 times the initial size: its end
+                would ask for any size.
+            multiple_of: every size is a multiple of this.
+            rounding: how a size becomes one: "down", "nearest" or "up".
+
+        Returns:
+            The schedule with these milestones.
+
+        Raises:
+            ValueError: an argument is wrong; names it and its value.
         """
         initial = checked_size(initial_batch_size, name="initial_batch_size")
         whole(multiple_of, name="multiple_of", at_least=1)
@@ -178,12 +218,7 @@ class MilestoneBatchSizeConfig(PlannedConfig):
             raise ValueError(
                 f"max_batch_size must be at least the initial batch size {initial}, not {max_batch_size!r}"
             )
-        if isinstance(decay, str):
-            points = _smooth(initial, decay, total, ratio, max_batch_size)
-        elif isinstance(decay, Mapping):
-            points = list(lr_rules.cut_points(_cuts(decay)))
-        else:
-            raise ValueError(_DECAY_FORMS.format(decay))
+        points = lr_rules.growth_points(decay, initial=initial, total=total, ratio=ratio, most=max_batch_size)
         sizes = {0: initial}
         for at, growth in points:
             size = round_size(initial * growth, multiple_of=multiple_of, rounding=rounding)
@@ -212,7 +247,13 @@ class _CallsConfig(BatchSizeConfig):
 
 
 class CustomBatchSizeConfig(_CallsConfig, PlannedConfig):
-    """`function(progress) -> int`, a callable or its import path "package.module:function"; must be pure."""
+    """The size is what a function of yours returns.
+
+    Attributes:
+        type: "custom": tells this schedule from others in a file.
+        function: `function(progress) -> int`, a callable or its import path "package.module:function". It
+            must be pure.
+    """
 
     type: Literal["custom"] = "custom"
 
@@ -228,10 +269,16 @@ class CustomBatchSizeConfig(_CallsConfig, PlannedConfig):
 
 
 class IncreaseBatchSizeConfig(_CallsConfig):
-    """`function(epoch, current_batch_size) -> increase`, called once per epoch (torchtune's RFC).
+    """A function of yours says by how much the size grows, once per epoch (torchtune's RFC).
 
-    An increase past `max_batch_size`, or past what fits, is left out, with an event; with `clamp=True` the
-    size goes to that limit. A negative number is a decrease.
+    An increase past `max_batch_size`, or past what fits, is left out, with an event.
+
+    Attributes:
+        type: "increase": tells this schedule from others in a file.
+        clamp: go to the limit instead, where an increase would pass it.
+        unit: "epoch": what counts are in.
+        function: `function(epoch, current_batch_size) -> increase`, a callable or its import path. A negative
+            number is a decrease.
     """
 
     type: Literal["increase"] = "increase"
@@ -239,7 +286,12 @@ class IncreaseBatchSizeConfig(_CallsConfig):
     unit: Literal["epoch"] = "epoch"
 
     def increase(self, epoch: int, current_batch_size: int) -> int:
-        """What the function says, checked."""
+        """What the function says, checked.
+
+        Args:
+            epoch: epochs that are over.
+            current_batch_size: the global size now.
+        """
         arguments = (epoch, current_batch_size)
         at = f"epoch {epoch}, batch size {current_batch_size}"
         return call(
@@ -248,12 +300,21 @@ class IncreaseBatchSizeConfig(_CallsConfig):
 
 
 class NoiseBatchSizeConfig(BatchSizeConfig):
-    """The size follows the measured gradient noise scale, by factors of `ratio`; see `GradientNoise`.
+    """The size follows the measured gradient noise scale; see `GradientNoise`.
 
-    `hysteresis`: the part by which another size must be better; `min_steps`: optimizer steps between changes;
-    `target`: the size aimed for, in noise scales, where samples/s are not known. Only a reading whose whole
-    interval agrees changes the size; `use_bound`: a lower bound is enough to grow, which is all there is
-    while the batch is far smaller than the noise scale.
+    Only a reading whose whole interval agrees changes the size.
+
+    Attributes:
+        type: "noise": tells this schedule from others in a file.
+        ratio: the factor of a change: sizes are the initial one times powers of it.
+        min_batch_size: the smallest size; None: no limit.
+        hysteresis: the part by which another size must be better.
+        min_steps: optimizer steps between two changes.
+        target: the size aimed for, in noise scales, where samples/s are not known.
+        can_shrink: whether sizes below the initial one are allowed.
+        use_bound: a lower bound of the noise scale is enough to grow: all that there is while the batch is
+            far smaller than the noise scale.
+        unit: "step": what counts are in.
     """
 
     type: Literal["noise"] = "noise"
@@ -274,7 +335,12 @@ class NoiseBatchSizeConfig(BatchSizeConfig):
         return self
 
     def candidates(self, initial_batch_size: int, largest: int | None) -> tuple[int, ...]:
-        """The sizes to choose from, in order: the initial one times powers of `ratio`, within the limits."""
+        """The sizes to choose from, in order: the initial one times powers of `ratio`, within the limits.
+
+        Args:
+            initial_batch_size: the global size that the run starts with.
+            largest: the largest global batch that fits; None: no limit.
+        """
         caps = [cap for cap in (self.max_batch_size, largest) if cap is not None]
         most = min(caps, default=MOST)
         least = self.min_batch_size or (1 if self.can_shrink else initial_batch_size)
@@ -306,9 +372,24 @@ BatchSizeSchedule = Annotated[AnyConfig, Field(discriminator="type")]
 def load_schedule(
     source: str | Path | Mapping[str, Any] | BatchSizeConfig | None, *, name: str = "source"
 ) -> AnyConfig | None:
-    """A schedule from a JSON or YAML file, from text ("0:256 20:512", or JSON), or from a mapping.
+    """Read a schedule from a file, from text, or from a mapping.
 
-    None is no schedule, a constant size. `name` is the argument that an error names: your function's own.
+    ```python
+    batchfit.load_schedule("0:256 20:512")
+    batchfit.load_schedule({"type": "step", "step_size": 20, "gamma": 2})
+    ```
+
+    Args:
+        source: a JSON or YAML file, text ("0:256 20:512", or JSON), a mapping with `type`, a schedule, or
+            None for a constant size.
+        name: the argument that an error names: that of your own function.
+
+    Returns:
+        The schedule; None for None.
+
+    Raises:
+        ValueError: a field is wrong, or the text is no schedule; names field and value.
+        TypeError: `source` is something else.
     """
     if source is None or isinstance(source, BatchSizeConfig):
         return source  # type: ignore[return-value]
@@ -346,30 +427,3 @@ def _from_mapping(data: dict[str, Any], *, file: Path | None = None) -> AnyConfi
         kind = data.get("type")
         known = kinds.get(kind) if isinstance(kind, str) else None
         raise refusal(error, known or BatchSizeConfig, file=file) from None
-
-
-_DECAY_FORMS = "decay must be 'cosine', 'quarter-cosine' or cuts such as {{60: 0.2}}, not {!r}"
-
-
-def _smooth(
-    initial: int, decay: str, total: int | str | None, ratio: Any, most: int | None
-) -> list[tuple[int, float]]:
-    if decay not in lr_rules.DECAYS:
-        raise ValueError(_DECAY_FORMS.format(decay))
-    if total is None:
-        raise ValueError(f"total must be given: over how many counts the {decay} falls, not None")
-    if not isinstance(ratio, int | float) or not 1 < ratio < math.inf:
-        raise ValueError(f"ratio must be more than 1, not {ratio!r}")
-    # Without a limit the last stairs of a cosine ask for batches of any size.
-    growth = 64.0 if most is None else most / initial
-    counts = parse_count(total, name="total", at_least=1)
-    return list(lr_rules.smooth_points(decay, total=counts, ratio=ratio, most=growth))  # type: ignore[arg-type]
-
-
-def _cuts(decay: Mapping[Any, Any]) -> list[tuple[int, float]]:
-    cuts = []
-    for at, factor in decay.items():
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1:
-            raise ValueError(f"decay must cut by factors between 0 and 1, not {factor!r} at {at!r}")
-        cuts.append((parse_count(at, name="the count of a cut", at_least=1), float(factor)))
-    return cuts

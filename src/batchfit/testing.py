@@ -66,7 +66,14 @@ def simulated_oom(kind: str = "cuda") -> Exception:
     ...     print("out of memory" in str(error))
     True
 
-    Kinds: cuda, cuda_api, cublas, cudnn, triton, hip, xpu, mps, cpu, python.
+    Args:
+        kind: "cuda", "cuda_api", "cublas", "cudnn", "triton", "hip", "xpu", "mps", "cpu" or "python".
+
+    Returns:
+        The exception, to be raised.
+
+    Raises:
+        ValueError: `kind` is none of these.
     """
     if kind not in _OOM_TEXTS:
         raise ValueError(f"kind must be one of {', '.join(_OOM_TEXTS)}, not {kind!r}")
@@ -110,7 +117,13 @@ def _made(fault: Fault) -> BaseException:
 @final
 @dataclass(slots=True)
 class Operations:
-    """What `fail_at` and `count_operations` have seen."""
+    """What `fail_at` and `count_operations` have seen.
+
+    Attributes:
+        operations: how many ran.
+        last: the last one that was asked for, whether it ran or not.
+        fired: whether the fault has been raised.
+    """
 
     operations: int = 0  # how many ran
     last: str = ""  # the last one that was asked for, whether it ran or not
@@ -157,6 +170,16 @@ def fail_at(n: int, *, error: Fault | None = None) -> Iterator[Operations]:
     Operations are counted where torch carries them out, those of backward and of optimizers included; a view
     is one too. Only this thread is watched, and nothing is compiled meanwhile. `error` is raised in place of
     `torch.OutOfMemoryError`; `FaultSchedule` says what it can be.
+
+    Args:
+        n: how many operations run before it.
+        error: what is raised in place of `torch.OutOfMemoryError`; `FaultSchedule` says what it can be.
+
+    Yields:
+        The count of operations.
+
+    Raises:
+        ValueError: `n` is no integer of at least 0.
     """
     if not _is_whole(n) or n < 0:
         raise ValueError(f"n must be an integer of at least 0, not {n!r}")
@@ -175,6 +198,9 @@ def count_operations() -> Iterator[Operations]:
     ...     _ = torch.ones(3).add(1).sub(1)
     >>> seen.operations
     3
+
+    Yields:
+        The count of operations.
     """
     seen = Operations()
     with _Watch(seen, None, "oom"):
@@ -194,6 +220,9 @@ class FaultSchedule:
 
     A fault is "oom", "error" (one that is not memory), "interrupt" (Ctrl-C), a kind of `simulated_oom`, an
     exception, or a function that makes one. It comes every time that its number does.
+
+    Attributes:
+        faults: the fault of each number.
     """
 
     faults: Mapping[int, Fault]
@@ -205,7 +234,11 @@ class FaultSchedule:
             _check_fault(fault)
 
     def check(self, number: int) -> None:
-        """Raise the fault of that number, if it has one."""
+        """Raise the fault of that number, if it has one.
+
+        Args:
+            number: of the step, the call, the epoch.
+        """
         if number in self.faults:
             raise _made(self.faults[number])
 
@@ -224,6 +257,14 @@ class faulty:  # noqa: N801 - used like a function: faulty(step, {...})
     (16, 3)
 
     With `after=True` the step runs and fails at its end, when it has changed what it changes.
+
+    Args:
+        step: the step, or any callable.
+        faults: the fault of each call, from 0.
+        after: run the step first and fail at its end, when it has changed what it changes.
+
+    Attributes:
+        calls: how often it was called.
     """
 
     def __init__(
@@ -270,11 +311,12 @@ class FakeDevice:
         capacity_bytes: the memory of the device, in bytes or as text ("1GiB").
         peak: size -> live bytes at the peak of a step of that size, what is held included.
         split: share of the live bytes that lies beside them in remainders which cannot be given back.
-        cached: share that lies beside them in blocks which can: past the limit the allocator gives them
-            back and tries again, which counts as a retry.
+        cached: share that lies beside them in blocks which can: past the limit the allocator gives them back
+            and tries again, which counts as a retry.
         settles_after: steps after `reset()` in which such retries happen; None: in every one.
         creep_bytes: what each step since `reset()` adds to the remainders, so that a soak can fail.
         reserves: False for a device like a CPU, that reads nothing but live bytes.
+        name: what it is called in results.
     """
 
     capacity_bytes: int | str
@@ -295,7 +337,15 @@ class FakeDevice:
         self._highest = Peaks(0, 0, 0)
 
     def use(self, count_bytes: int) -> None:
-        """Take that much beside what is held, for a moment: the peak of a step."""
+        """Take that much beside what is held, for a moment: the peak of a step.
+
+        Args:
+            count_bytes: how many bytes.
+
+        Raises:
+            OutOfMemoryError: the limit does not allow it.
+            ValueError: `count_bytes` is negative.
+        """
         if count_bytes < 0:
             raise ValueError(f"count_bytes must not be negative, not {count_bytes!r}")
         self._uses += 1
@@ -318,46 +368,75 @@ class FakeDevice:
         )
 
     def hold(self, count_bytes: int) -> None:
-        """Take that much until `release`: weights, optimizer state."""
+        """Take that much until `release`: weights, optimizer state.
+
+        Args:
+            count_bytes: how many bytes.
+        """
         self.use(count_bytes)
         self._uses -= 1  # no step
         self._held += count_bytes
 
     def release(self, count_bytes: int) -> None:
-        """Give back what `hold` took."""
+        """Free what `hold` took.
+
+        Args:
+            count_bytes: how many bytes.
+
+        Raises:
+            ValueError: it is more than is held.
+        """
         if not 0 <= count_bytes <= self._held:
             raise ValueError(f"count_bytes must be at most the {self._held} held, not {count_bytes!r}")
         self._held -= count_bytes
 
     def step(self, size: int) -> None:
-        """A step of that size: uses what `peak` says."""
+        """A step of that size: uses what `peak` says.
+
+        Args:
+            size: the batch size.
+
+        Raises:
+            TypeError: the device has no `peak`.
+        """
         if self.peak is None:
             raise TypeError("peak must be given for FakeDevice.step, not None")
         self.use(self.peak(size) - self._held)
 
     def total_bytes(self) -> int:
+        """All memory of the device."""
         return self._total
 
     def budget_bytes(self) -> int:
+        """The limit in force."""
         return self._limits[-1]
 
     def held_bytes(self) -> int:
+        """What `hold` took."""
         return self._held
 
     def reset(self) -> None:
+        """Start new peaks."""
         self._uses = 0
         self._highest = Peaks(self._held, self._held, 0)
 
     def peaks(self) -> Peaks:
+        """The highest readings since `reset()`."""
         return self._highest if self.reserves else Peaks(self._highest.allocated_bytes)
 
     def alloc_retries(self) -> int:
+        """How often the allocator released its cache and tried again."""
         return self._retries
 
     def synchronize(self) -> None:
         """There is nothing to wait for."""
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
+        """Inside, the limit is `budget_bytes`.
+
+        Args:
+            budget_bytes: the limit; it can only go down.
+        """
         check_budget(self, budget_bytes)
         return self._limited(budget_bytes)
 

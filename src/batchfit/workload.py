@@ -9,8 +9,8 @@ step's take their place, as the variables of a loop written by hand do (`_engine
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, Literal, final
@@ -34,6 +34,14 @@ from batchfit._engine.workload.checks import (
     checked_state,
     checked_step,
 )
+from batchfit._engine.workload.loop import (
+    autocast_context,
+    backward,
+    call_model,
+    device_of,
+    in_mode,
+    update,
+)
 
 Kind = Literal["step", "training", "inference", "generation"]
 Autocast = torch.dtype | torch.autocast | Callable[[], AbstractContextManager[Any]]
@@ -46,11 +54,19 @@ class Workload:
 
         workload = Workload(step, state=[generator, discriminator, opt_g, opt_d, ema])
 
-    `step(batch_size)` runs one step of that many samples. `state` holds the modules, optimizers,
-    schedulers, scalers and tensors that the step changes, or one such thing alone; an empty list says
-    that it changes none. Without `state` the workload is not `declared`: what the step changes stays
-    changed. `kind` is "step" here; `training`, `inference` and `generation` make the other kinds, which
-    know their `model` and `optimizer`. `batch_size` is that of one forward/backward in one process.
+    Without `state` what the step changes stays changed. `training`, `inference` and `generation` make
+    workloads that know their `model` and `optimizer`.
+
+    Args:
+        step: `step(batch_size)` runs one step of that many samples, in one process.
+        state: modules, optimizers, schedulers, scalers and tensors that the step changes, or one such thing
+            alone; an empty list says that it changes none.
+
+    Attributes:
+        declared: whether the state was given.
+        kind: "step", "training", "inference" or "generation".
+        model: the model; None with kind "step".
+        optimizer: the optimizer; None where there is none.
     """
 
     step: Callable[[int], object]
@@ -70,7 +86,14 @@ class Workload:
             object.__setattr__(self, name, value)
 
     def with_step(self, step: Callable[[int], object]) -> Workload:
-        """This workload with another step over the same state: one that counts, logs or fails."""
+        """This workload with another step over the same state: one that counts, logs or fails.
+
+        Args:
+            step: the other step.
+
+        Returns:
+            A workload with the same state.
+        """
         twin = Workload(step, state=self.state if self.declared else None)
         twin._set(kind=self.kind, model=self.model, optimizer=self.optimizer)
         twin._set(_parts={**self._parts, "step": step})
@@ -113,7 +136,17 @@ class Workload:
 
 
 def as_workload(obj: object) -> Workload:
-    """A `Workload` as it is; a plain callable `step(batch_size)` as a workload without declared state."""
+    """A `Workload` as it is; a plain callable `step(batch_size)` as a workload without declared state.
+
+    Args:
+        obj: a workload, or a callable `step(batch_size)`.
+
+    Returns:
+        The workload.
+
+    Raises:
+        TypeError: `obj` is neither.
+    """
     if isinstance(obj, Workload):
         return obj
     if isinstance(obj, nn.Module) or not callable(obj) or isinstance(obj, type):
@@ -141,19 +174,29 @@ def training(
 
         workload = training(model, optimizer, lambda model, batch: model(**batch).loss, example_batch)
 
-    One step: a batch on the model's device, `zero_grad`, forward and loss (under `autocast`: a dtype or a
-    function that makes the context), backward (scaled), unscale and clip, `optimizer.step`,
-    `scaler.update`. An LR scheduler takes no memory, so it is not stepped. `loss_fn(model, batch)` returns
-    the mean loss. `make_batch` is a callable `make_batch(n)`, a map-style dataset (with its `collate_fn`;
-    the longest samples are used), a DataLoader of one, or one example batch, repeated to size. With
-    `optimizer=None` a step is forward and backward only. `state` names what else the step changes. A model in
+    One step: a batch on the model's device, `zero_grad`, forward and loss, backward (scaled), unscale and
+    clip, `optimizer.step`, `scaler.update`. An LR scheduler takes no memory, so it is not stepped. A model in
     eval mode is in training mode during the step; one that is in training mode already is left as it is, with
     any part frozen in eval mode. Several models or optimizers: write the step and give it to `Workload`.
 
-    The batch, what the model returned and the loss stay alive until those of the next step replace them, as
-    in `for batch in loader: out = model(batch); loss = criterion(out, batch); ...`. With `keep_outputs=False`
-    they do not: for a loop that deletes them, or computes its loss in a function. `accumulate=k`: k passes of
-    `batch_size` samples each, one optimizer step; gradients are held in all forward passes but the first.
+    Args:
+        model: the model to train.
+        optimizer: its optimizer; None: a step is forward and backward only.
+        loss_fn: `loss_fn(model, batch)` returns the mean loss.
+        make_batch: a callable `make_batch(n)`, a map-style dataset (the longest samples are used), a
+            DataLoader of one, or one example batch, repeated to size.
+        collate_fn: makes a batch of a dataset's samples; default: DataLoader's.
+        autocast: a dtype, or a function that makes the context, for forward and loss.
+        scaler: the `GradScaler` of the loop.
+        clip_norm: the gradient norm to clip at; None: gradients are not clipped.
+        accumulate: passes of `batch_size` samples each per optimizer step; gradients are held in all but the
+            first.
+        keep_outputs: batch, outputs and loss live until those of the next step replace them, as the variables
+            of a loop do; False: for a loop that deletes them, or computes its loss in a function.
+        state: what else the step changes.
+
+    Returns:
+        A `Workload` with model, optimizer and scaler as its state.
     """
     check_model(model)
     check_optimizer(optimizer, scaler=scaler)
@@ -162,17 +205,17 @@ def training(
         check_belongs(optimizer, model, others)
     check_loss_fn(loss_fn)
     check_step_settings(clip_norm, accumulate, keep_outputs)
-    context = _autocast_context(autocast, model)
+    context = autocast_context(autocast, model)
     source = batch_source(make_batch, collate_fn=collate_fn)
     clears = model if optimizer is None else optimizer
     owner = object()
 
     def step(batch_size: int) -> None:
         kept = loop.variables_of(owner) if keep_outputs else None
-        with _mode(model, training=True):
+        with in_mode(model, training=True):
             for number in range(loop.passes_of(accumulate)):
                 loop.enter_phase("batch")
-                batch = to_device(source(batch_size), _device_of(model))
+                batch = to_device(source(batch_size), device_of(model))
                 if kept is not None:
                     kept.batch = batch
                 loop.enter_phase("forward")
@@ -186,9 +229,9 @@ def training(
                 if kept is not None:
                     kept.result = loss
                 loop.enter_phase("backward")
-                _backward(loss, scaler)
+                backward(loss, scaler)
             loop.enter_phase("optimizer")
-            _update(model, optimizer, scaler=scaler, clip_norm=clip_norm)
+            update(model, optimizer, scaler=scaler, clip_norm=clip_norm)
         loop.clear_phase()
 
     known = [part for part in (model, optimizer, scaler) if part is not None]
@@ -205,9 +248,17 @@ def training(
 
 
 def batches(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Callable[[int], Any]:
-    """What makes the batches of a trial: `batches(dataset, collate_fn=collate)(32)`, as `training` does.
+    """What makes the batches of a trial, as `training` does: for steps of one's own.
 
-    For steps of one's own; `make_batch` as in `training`.
+        make = batches(dataset, collate_fn=collate)
+        batch = make(32)
+
+    Args:
+        make_batch: as in `training`.
+        collate_fn: makes a batch of a dataset's samples; default: DataLoader's.
+
+    Returns:
+        A callable that makes a batch of a size.
     """
     return batch_source(make_batch, collate_fn=collate_fn)
 
@@ -225,25 +276,36 @@ def inference(
 
         workload = inference(model, dataset, collate_fn=collate, autocast=torch.bfloat16)
 
-    `forward(model, batch)` defaults to `model(**batch)` for mappings, `model(*batch)` for tuples and
-    `model(batch)` for anything else. `make_batch` as in `training`. The batch and the outputs stay alive
-    until those of the next step replace them, as in `for batch in loader: out = model(batch)`; with
-    `keep_outputs=False` they are dropped when the step ends, as where a loop deletes them.
+    Args:
+        model: the model to run.
+        make_batch: as in `training`.
+        collate_fn: makes a batch of a dataset's samples; default: DataLoader's.
+        autocast: a dtype, or a function that makes the context, for the forward pass.
+        forward: `forward(model, batch)`; default: `model(**batch)` for mappings, `model(*batch)` for tuples
+            and `model(batch)` for anything else.
+        keep_outputs: batch and outputs live until those of the next step replace them, as the variables of a
+            loop do; False: they are dropped when the step ends.
+
+    Returns:
+        A `Workload` with the model as its state.
+
+    Raises:
+        TypeError: `forward` does not take a model and a batch.
     """
     check_model(model)
-    run: Any = _call_model if forward is None else forward
+    run: Any = call_model if forward is None else forward
     if not callable(run) or not takes_arguments(run, 2):
         raise TypeError(f"forward must be a callable forward(model, batch) or None, not {forward!r}")
     check_flag("keep_outputs", keep_outputs)
-    context = _autocast_context(autocast, model)
+    context = autocast_context(autocast, model)
     source = batch_source(make_batch, collate_fn=collate_fn)
     owner = object()
 
     def step(batch_size: int) -> None:
         kept = loop.variables_of(owner) if keep_outputs else None
-        with _mode(model, training=False):
+        with in_mode(model, training=False):
             loop.enter_phase("batch")
-            batch = to_device(source(batch_size), _device_of(model))
+            batch = to_device(source(batch_size), device_of(model))
             if kept is not None:
                 kept.batch = batch
             loop.enter_phase("forward")
@@ -271,13 +333,25 @@ def generation(
 
         workload = generation(model, prompts, max_new_tokens=256, num_beams=4)
 
-    Any object with a `generate` that knows `max_new_tokens` and `min_new_tokens` will do. A batch that
-    is a mapping goes as keywords, any other as the first argument; the remaining keywords go to
-    `generate` as they are. `make_batch` as in `training`. In eval mode under `torch.inference_mode`. The
-    batch and what `generate` returned stay alive until the next ones replace them; with `keep_outputs=False`
-    they are dropped when the step ends.
-    `model` may also be a function `generate(batch, max_new_tokens=...)`, which returns the tokens and has to
-    make all of them; its batch stays where `make_batch` put it.
+    In eval mode under `torch.inference_mode`. A batch that is a mapping goes as keywords, any other as the
+    first argument.
+
+    Args:
+        model: an object with a `generate` that knows `max_new_tokens` and `min_new_tokens`, or a function
+            `generate(batch, max_new_tokens=...)`, which returns the tokens and has to make all of them; its
+            batch stays where `make_batch` put it.
+        make_batch: as in `training`.
+        max_new_tokens: new tokens of every sample.
+        collate_fn: makes a batch of a dataset's samples; default: DataLoader's.
+        keep_outputs: batch and tokens live until the next ones replace them; False: they are dropped when the
+            step ends.
+        **generate_kwargs: go to `generate` as they are.
+
+    Returns:
+        A `Workload` with the model as its state.
+
+    Raises:
+        TypeError: `model` has no `generate`.
     """
     check_flag("keep_outputs", keep_outputs)
     if isinstance(model, FunctionType | MethodType | functools.partial):
@@ -298,9 +372,9 @@ def _generation(model: Any, source: BatchSource, options: dict[str, Any], *, kee
 
     def step(batch_size: int) -> None:
         kept = loop.variables_of(owner) if keep_outputs else None
-        with _mode(model, training=False):
+        with in_mode(model, training=False):
             loop.enter_phase("batch")
-            batch = to_device(source(batch_size), _device_of(model))
+            batch = to_device(source(batch_size), device_of(model))
             if kept is not None:
                 kept.batch = batch
             loop.enter_phase("forward")
@@ -360,79 +434,3 @@ def _known(
     workload = Workload(step, state=state)
     workload._set(kind=kind, model=model, optimizer=optimizer, _parts=parts)
     return workload
-
-
-def _backward(loss: Any, scaler: Any) -> None:
-    """In a call of its own: the scaled loss is gone when it returns, as after `scale(loss).backward()`."""
-    (loss if scaler is None else scaler.scale(loss)).backward()
-
-
-def _update(model: nn.Module, optimizer: Any, *, scaler: Any, clip_norm: float | None) -> None:
-    """What a step does once the gradients are there."""
-    if clip_norm is not None:
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    if scaler is not None:
-        scaler.step(optimizer)
-        scaler.update()
-    elif optimizer is not None:
-        optimizer.step()
-
-
-def _call_model(model: Any, batch: Any) -> object:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
-
-
-@contextmanager
-def _mode(model: Any, *, training: bool) -> Iterator[None]:
-    """The model in that mode. One that is in it already is left alone, frozen parts and all."""
-    if not isinstance(model, nn.Module) or model.training is training:
-        yield
-        return
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        model.train(training)
-        yield
-    finally:
-        for module, flag in before:
-            module.training = flag
-
-
-def _device_of(model: Any) -> torch.device | None:
-    """Where the model's batches go: to its first parameter or buffer; None where it says nothing."""
-    if isinstance(model, nn.Module):
-        for tensors in (model.parameters(), model.buffers()):
-            for tensor in tensors:
-                return tensor.device
-        return None
-    device = getattr(model, "device", None)
-    return device if isinstance(device, torch.device) else None
-
-
-def _autocast_context(autocast: Any, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-    if autocast is None:
-        return nullcontext
-    if isinstance(autocast, torch.dtype):
-        if autocast not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"autocast must be torch.bfloat16 or torch.float16 as a dtype, not {autocast!r}")
-
-        # The device is asked for at each step: the model may have moved since.
-        def lowered() -> AbstractContextManager[Any]:
-            device = _device_of(model)
-            return torch.autocast("cpu" if device is None else device.type, dtype=autocast)
-
-        return lowered
-    if isinstance(autocast, torch.autocast):
-        return lambda: autocast  # may be entered repeatedly, unlike other contexts
-    # A context itself (`__enter__`) can as a rule be entered only once, and is callable as a decorator.
-    is_context = hasattr(autocast, "__enter__") and not isinstance(autocast, type)
-    if is_context or not callable(autocast) or not takes_arguments(autocast, 0):
-        raise TypeError(
-            "autocast must be None, a dtype or a function without arguments that makes a context, "
-            f"not {autocast!r}"
-        )
-    make: Callable[[], AbstractContextManager[Any]] = autocast
-    return make

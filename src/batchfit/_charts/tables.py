@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Right-aligned columns under their names."""
+    """Right-aligned columns under their names.
+
+    Args:
+        columns: the headings.
+        rows: the cells of each row, as text.
+
+    Returns:
+        The table with aligned columns.
+    """
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -20,7 +28,16 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
-    """The same table for a notebook."""
+    """The same table for a notebook.
+
+    Args:
+        columns: the headings.
+        rows: the cells of each row, as text.
+        caption: a line above the table.
+
+    Returns:
+        An HTML table.
+    """
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)

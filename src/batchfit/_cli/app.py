@@ -23,6 +23,7 @@ from batchfit._cli.flags import (
     FlagValues,
     Group,
     OutputFile,
+    ProgramCommand,
     ProgramEnv,
     ProgramSet,
     Target,
@@ -50,12 +51,17 @@ from batchfit._cli.help_texts import (
     PREDICT_HELP,
     PROFILE_HELP,
     REPORT_HELP,
+    RUN_HELP,
     SWEEP_HELP,
 )
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._find.pure.options import FindOptions
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._profile.pure.options import ProfileOptions
+from batchfit._program.pure.run_options import RunOptions
+
+# What a command after -- has no use for: its trials are always processes of their own, and never traced.
+NOT_FOR_PROGRAMS = ("isolate", "predict")
 
 app = typer.Typer(
     cls=Group,
@@ -116,6 +122,25 @@ def find(
     asked = flags["store"] and source is not None and source.name == "COMMANDLINE"
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
     end(lambda: find_target(call, store_asked=asked))
+
+
+@app.command(cls=ProgramCommand, help=RUN_HELP)
+@flags_of(RunOptions, FindOptions, store=True, without=NOT_FOR_PROGRAMS)
+def run(
+    context: typer.Context,
+    flags: FlagValues,
+    env: ProgramEnv = None,
+    set_: ProgramSet = None,
+    json: Annotated[bool, json_flag("With --dry-run: the command as JSON on stdout.")] = False,
+    output: OutputFile = None,
+) -> None:
+    from batchfit._cli.programs.find import ProgramCall
+    from batchfit._cli.programs.run import run_for_real
+    from batchfit._cli.traced import Delivery
+
+    delivery = Delivery(as_json=json, output=output)
+    call = ProgramCall(program_words(context), listed(env) or (), set_ or (), flags, delivery)
+    end(lambda: run_for_real(call))
 
 
 def _list_gpus(wanted: bool) -> None:
@@ -183,18 +208,28 @@ def explain(
 @flags_of(ProfileOptions)
 def profile(
     context: typer.Context,
-    target: Target,
     flags: FlagValues,
+    target: TargetOrCommand = None,
+    env: ProgramEnv = None,
+    set_: ProgramSet = None,
     json: Annotated[bool, json_flag("The profile as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
     plot: Annotated[Path | None, plot_flag("throughput against size")] = None,
     traceback: WholeTracebacks = False,
 ) -> None:
-    from batchfit._cli.commands.profile import profile_target
     from batchfit._cli.traced import Delivery, TargetCall
 
     given = {**flags, "sizes": listed_sizes(flags["sizes"])}
     delivery = Delivery(as_json=json, output=output, plot=plot)
+    if target is None:
+        from batchfit._cli.programs.find import ProgramCall
+        from batchfit._cli.programs.profile import profile_command
+
+        program = ProgramCall(program_words(context), listed(env) or (), set_ or (), given, delivery)
+        return end(lambda: profile_command(program))
+    from batchfit._cli.commands.profile import profile_target
+
+    no_program_flags(env, set_)
     call = TargetCall(target, given, delivery, traceback, script_arguments(context))
     end(lambda: profile_target(call))
 

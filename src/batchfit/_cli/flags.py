@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,6 +94,22 @@ class TargetCommand(Command):
         return [*super().collect_usage_pieces(ctx), "[-- ARGS...]"]
 
 
+class ProgramCommand(TargetCommand):
+    """A command on any program, whose own command stands after `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As for a target; a program's command without `--` before it is said."""
+        if "--" not in args and not any(one in ("-h", "--help") for one in args):
+            raise typer.BadParameter(
+                "the program's command must stand after --: batchfit run -- python train.py --batch-size {}"
+            )
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The usage line, with the program's command at its end."""
+        return [*TyperCommand.collect_usage_pieces(self, ctx), "-- COMMAND..."]
+
+
 def script_arguments(context: typer.Context) -> tuple[str, ...]:
     """What the user gave after `--`."""
     arguments: tuple[str, ...] = context.meta.get(_SCRIPT_ARGUMENTS, ())
@@ -105,8 +121,8 @@ def program_words(context: typer.Context) -> tuple[str, ...]:
     words = script_arguments(context)
     if not words:
         raise typer.BadParameter(
-            "give a TARGET (file.py:name), or any command after --: batchfit find -- python train.py "
-            "--batch-size {}"
+            f"give a TARGET (file.py:name), or any command after --: batchfit {context.command.name} -- "
+            "python train.py --batch-size {}"
         )
     return words
 
@@ -159,10 +175,11 @@ def plot_flag(what: str) -> Any:
     return typer.Option(metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help=help_text)
 
 
-def end(command: Callable[[], Code]) -> None:
+def end(command: Callable[[], int]) -> None:
     """Run a command and exit with its code; say on stderr why it failed, if it did."""
     from batchfit._cli.output import complain
 
+    code: int
     try:
         code = command()
     except CommandFailed as failed:
@@ -181,14 +198,18 @@ def show_help(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit()
 
 
-def flags_of(options: type[Any], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of an options value, in place of its parameter `flags`.
+def flags_of(
+    *options: type[Any], without: Sequence[str] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of options values, in place of its parameter `flags`.
 
-    The command gets their values there, by name. `defaults` are those that differ on the command line.
+    The command gets their values there, by name. `without` are those that it has no use for, `defaults` those
+    that differ on the command line.
     """
+    found = [one for value in options for one in flags_in(value) if one[0] not in without]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        names = [name for name, _, _ in flags_in(options)]
+        names = [name for name, _, _ in found]
 
         def run(**values: Any) -> None:
             command(flags={name: values.pop(name) for name in names}, **values)
@@ -198,7 +219,7 @@ def flags_of(options: type[Any], **defaults: Any) -> Callable[[Callable[..., Non
             if own.name != "flags":
                 parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
                 continue
-            for name, default, flag in flags_in(options):
+            for name, default, flag in found:
                 parameters.append(_parameter(name, defaults.get(name, default), flag))
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {one.name: one.annotation for one in parameters}

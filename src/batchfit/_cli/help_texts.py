@@ -16,6 +16,7 @@ of memory.
 
 Examples:
   batchfit demo
+  batchfit run -- python train.py --batch-size {{}}
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
@@ -59,6 +60,31 @@ where train.py has:
 {CODES}
 """
 
+RUN_HELP = f"""\
+Run any program with the largest batch size that fits.
+
+The size is found first, as by `batchfit find --`, or remembered from an
+earlier search for the same command, which one trial confirms. Then the
+program runs for real: output, input, signals and exit code are its own. What
+batchfit itself says goes to stderr.
+
+With --restarts a program that is out of memory later on is started again with
+a smaller size. Whether it goes on from a checkpoint is its own affair.
+
+Examples:
+  batchfit run -- python train.py --batch-size {{}}
+  batchfit run --restarts 2 --margin 0.1 -- python train.py --batch-size {{}}
+  batchfit run --budget 24GiB -- torchrun --nproc-per-node 2 train.py --bs {{}}
+  batchfit run --size 48 --restarts 3 -- python train.py --batch-size {{}}
+  batchfit run --out runs/7 -- python train.py --batch-size {{}} --output {{out}}
+  batchfit run --dry-run -- python train.py --batch-size {{}}
+
+After the program has started, the exit code is the program's own, or 128 and
+the number of the signal that ended it. Before:
+
+{CODES}
+"""
+
 PREDICT_HELP = f"""\
 Predict the largest batch size of TARGET, for any GPU and without one.
 
@@ -93,12 +119,16 @@ Examples:
 PROFILE_HELP = f"""\
 Measure the throughput of TARGET by batch size, and recommend one.
 
+Any program will do, with no line changed: its command stands after --, with
+{{}} in the place of the batch size. Each size is a run of it that ends early.
+
 Steps are warmed up and timed until the time is known, at few sizes. The
 recommended size is the smallest within --within of the best throughput: past
 it a larger batch only takes more memory. What holds throughput back is named,
 with its figures and what to change.
 
 Examples:
+  batchfit profile -- python train.py --batch-size {{}}
   batchfit profile train.py:make
   batchfit profile train.py:make --budget 24GiB --plot throughput.png
   batchfit profile train.py:make --sizes 16 --sizes 32 --sizes 64

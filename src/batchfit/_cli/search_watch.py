@@ -52,7 +52,6 @@ class SearchWatch:
         """
         from batchfit._find.driver import observation_of
         from batchfit._find.find import fit_result
-        from batchfit._find.pure.shared_device import under
         from batchfit.errors import SearchStoppedError
 
         if not self.trials or not self.device:
@@ -60,7 +59,7 @@ class SearchWatch:
         search = replace(search, budget_bytes=self.budget_bytes)
         for trial in self.trials:
             search = search.tell(observation_of(trial))
-        search = under(search, self.budget_bytes)  # what ran while there was more memory does not count
+        search = search.under(self.budget_bytes)  # what ran while there was more memory does not count
         try:
             return fit_result(
                 search,

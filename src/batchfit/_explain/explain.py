@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.replay import simulate
-from batchfit._engine.trace.workload import rules_for, unseen
+from batchfit._engine.trace.trace import module_classes, unseen
+from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.pure.options import ExplainOptions
@@ -50,10 +49,13 @@ def explain_memory(
         workload: what one step is. Its state must be declared: the trace works on fakes of it.
         batch_size: the size to explain.
         budget: bytes the program may use ("80GiB"), for the largest batch as things are and with each change.
-            Default: what is free on the GPU, or all of `gpu`; without any of them, what-ifs are compared
-            by their peak alone.
+            Default: what is free on the GPU, or all of `gpu`; without any of them, what-ifs are compared by
+            their peak alone.
         gpu: the GPU to explain for ("h100", "rtx4090"): its memory and its choice of kernels.
         what_if: also trace what checkpointing, bf16 and the like would change.
+
+    Returns:
+        A `MemoryExplanation` with kinds, modules and lines that hold the peak, and the gain of each change.
 
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.
@@ -91,7 +93,7 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
         card=rules.gpu.name,
         based_on=basis,
         kinds=_holders(by_kind(peak), peak.size),
-        modules=_holders(by_module(peak, classes_of(reach.parts), outside=_outside(work)), peak.size),
+        modules=_holders(by_module(peak, module_classes(reach.parts), outside=_outside(work)), peak.size),
         lines=_holders(by_line(peak), peak.size),
         what_ifs=tuple(found),
         timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(now.at_size)),
@@ -100,16 +102,6 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
     )
-
-
-def classes_of(parts: Sequence[Any]) -> dict[str, str]:
-    """The class of each module by its path, as traces name them; the first model's under "" ."""
-    found: dict[str, str] = {}
-    for part in parts:
-        if isinstance(part, nn.Module):
-            for path, module in part.named_modules():
-                found.setdefault(path, type(module).__name__)
-    return found
 
 
 def _holders(held: Sequence[PeakPart], peak_bytes: int) -> tuple[Holder, ...]:

@@ -17,7 +17,7 @@ from batchfit._engine.allocator.replay import largest
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
-from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.trace import WorkloadTraces, trace
 from batchfit._engine.trace.workload import TracedWorkload, most_on_host, trace_workload
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.pure.holders import Peak
@@ -277,7 +277,7 @@ class Study:
 
     def _through(self, first: Trace, second: Trace) -> TracedWorkload:
         footprint = Footprint.between(first, second)
-        return TracedWorkload(self.reach, self.rules, footprint, (first.size, second.size))
+        return TracedWorkload(WorkloadTraces(self.reach, self.rules), footprint, (first.size, second.size))
 
     def _other_size(self, first: Trace, end: int) -> int:
         """A size near `end` whose batch the host can make, well apart from the first trace's."""

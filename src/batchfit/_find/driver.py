@@ -21,8 +21,7 @@ from typing import Any, Self, final
 from batchfit._engine.device.oom import needs_two_samples
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
 from batchfit._engine.trial.trial import LargestBatch, RunTrial, TrialRequest
-from batchfit._find.pure.search import Observation, Request
-from batchfit._find.pure.shared_device import SharedBudget, under
+from batchfit._find.pure.search import Observation, Request, SharedBudget
 from batchfit._find.session import FindSession
 from batchfit._units import format_bytes
 from batchfit.results import Trial
@@ -46,7 +45,7 @@ class SearchDriver:
         budget_bytes = search.budget_bytes or 0
         self.session, self.runs, self.ranks = session, session.runs, session.ranks
         self.begun_s, self.trials, self.resumed = session.begun_s, session.trials, len(session.trials)
-        self.search = under(search, budget_bytes)
+        self.search = search.under(budget_bytes)
         self.room = SharedBudget(budget_bytes, budget_bytes)
         self._asked, self._observations = search, search.observations
         steps, soak_steps = options.steps, options.soak_steps
@@ -186,7 +185,7 @@ class SearchDriver:
         if not self.room.lacks(reachable_bytes):
             return
         before, self.room = self.room.budget_bytes, self.room.after(reachable_bytes)
-        self.search = under(self.search, self.room.budget_bytes)
+        self.search = self.search.under(self.room.budget_bytes)
         if self.ranks.is_main:
             log.warning(
                 "%s of %s went to other programs during the search (or to libraries that this one has "

@@ -72,14 +72,17 @@ def find_batch_size(
     ```
 
     Args:
-        workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
-            With `isolate`: a module-level function that returns the workload, or its name as
-            "file.py:function" or "package.module:function".
+        workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared. With
+            `isolate`: a module-level function that returns the workload, or its name as "file.py:function" or
+            "package.module:function".
         budget: bytes the program may use ("24GiB"); default: all that is free on a GPU. On a CPU this is
             virtual memory, and the default a quarter of the free RAM, at most 4 GiB, beside what the model
             and the optimizer hold.
-        max_size, min_size, multiple_of, power_of_two: the sizes allowed.
+        max_size: the largest size allowed; default: no limit.
+        min_size: the smallest size allowed.
         strategy: "guided" (default), "bisect", "halve", "grow" or "powers".
+        multiple_of: only multiples of this are allowed.
+        power_of_two: only powers of two are allowed.
         tolerance: "guided" stops when about this share could still be gained; 0 is exact.
         start: the first size to try, an estimate; needed by "halve" and "grow" unless `max_size` is given.
         attempts: how many sizes "grow" may try.
@@ -88,20 +91,24 @@ def find_batch_size(
             of them until the allocator of a GPU repeats itself, after which nothing new can happen; all of
             them where the state is not declared. Where a step generates, `steps` are enough, and one for a
             trial.
-        max_trials, time_limit_s: end the search early with what it has.
+        max_trials: end the search after that many trials, with what it has.
+        time_limit_s: end the search after that many seconds, with what it has.
         predict: "guided" on a GPU begins with what a prediction says, where the step can be traced; not with
             `isolate`.
         device: where the workload runs ("cuda:1", 1, "GPU-8932f937"); default: where its state is.
         isolate: run each trial in a child process, so that one that is killed, hangs or poisons the device
             counts as too big and the search goes on.
         timeout_s: with `isolate`, stop a child whose step (or whose loading) takes longer; default: never.
-        resume: a file in which the search is kept after each trial, and from which a later call with the
-            same settings goes on.
+        resume: a file in which the search is kept after each trial, and from which a later call with the same
+            settings goes on.
         store: use answers found before, each confirmed by one trial, and keep this one; not with `isolate`.
         fresh: search even if there is a stored answer, and replace it.
-        key: a name for this workload in the store, for a step that says nothing about itself; turns
-            `store` on.
+        key: a name for this workload in the store, for a step that says nothing about itself; turns `store`
+            on.
         on_trial: called with each trial and the budget in bytes, as soon as the trial ends.
+
+    Returns:
+        A `FitResult`: `batch_size` is that of one forward/backward in one process (per GPU).
 
     Raises:
         NothingFitsError: not even the smallest size allowed fits.

@@ -68,7 +68,7 @@ class Foresight:
         if traced.footprint is None:
             log.info("no %s: memory is no straight line in the batch size", name)
             return None
-        beside, unsure = held_beside(traced.reach.parts, rules.gpu)
+        beside, unsure = held_beside(reach.parts, rules.gpu)
         oracle = Oracle(traced, settings, (float(beside), 0.0))
         return cls(oracle, budget_bytes, MARGINS["calibrated"], unsure, name)
 

@@ -126,7 +126,7 @@ def recall(
         if reasons and ranks.is_main:
             log.warning("the answer is not stored: %s. Pass key= to name this workload", reasons[0])
         return None
-    key = digest_of([KEY_VERSION, digests, _settings(search, predict), steps, soak_steps])
+    key = key_of_search(digests, search, steps=steps, soak_steps=soak_steps, predict=predict)
     store = _opened() if ranks.is_main else None
     best: Known | None = None
     if store is not None and not fresh:
@@ -135,6 +135,20 @@ def recall(
         best = min(usable, key=lambda known: abs(known.budget_bytes - budget), default=None)
     held = ranks.gather(None if best is None else asdict(best), doing="what the store holds")[0]
     return Recall(key=key, known=None if held is None else Known(**held), fresh=fresh, store=store)
+
+
+def key_of_search(
+    digests: list[str | None], search: Search, *, steps: int, soak_steps: int | None, predict: bool = True
+) -> str:
+    """The key of a search in the store, from every rank's part."""
+    return digest_of([KEY_VERSION, digests, _settings(search, predict), steps, soak_steps])
+
+
+def stored_size(key: str, search: Search) -> int | None:
+    """The size that was found last for this key, and that this search may try; None without one."""
+    store = _opened()
+    sizes = [] if store is None else [one.fit.batch_size for one in store.get(key)]
+    return next((size for size in sizes if size in search.sizes), None)
 
 
 def _opened() -> Store | None:

@@ -29,8 +29,7 @@ from batchfit._engine.trial.in_process import InProcess
 from batchfit._engine.trial.trial import TrialRunner
 from batchfit._files import locked
 from batchfit._find.pure.options import FindOptions
-from batchfit._find.pure.search import Search
-from batchfit._find.pure.shared_device import SharedBudget
+from batchfit._find.pure.search import Search, SharedBudget
 from batchfit._find.recall import Recall, recall
 from batchfit._find.resume import ResumeFile
 from batchfit._units import format_bytes
@@ -45,11 +44,14 @@ log = logging.getLogger("batchfit")
 class OwnTrials:
     """A target that runs its trials in a way of its own, a program's command for one.
 
-    `compared`: what a search that goes on must have in common with it, besides the options.
+    `compared`: what a search that goes on must have in common with it, besides the options. `digest`: its key
+    in the store, where its answers are kept; `fresh`: what is stored is replaced.
     """
 
     runner: TrialRunner
     compared: Mapping[str, Any] = field(default_factory=dict)
+    digest: str | None = None
+    fresh: bool = False
 
 
 FindTarget = Workload | Callable[[int], object] | Callable[[], object] | str | OwnTrials
@@ -67,6 +69,7 @@ class FindSession:
     begun_s: float
     file: ResumeFile | None = None
     trials: list[Trial] = field(default_factory=list)  # of earlier runs
+    own: OwnTrials | None = None
 
     @classmethod
     def open(
@@ -110,7 +113,7 @@ class FindSession:
         else:
             assert work is not None
             runs = InProcess(work, device_to_run(work._held, options.device))
-        session = cls(options, ranks, runs, options.search(), begun_s, file)
+        session = cls(options, ranks, runs, options.search(), begun_s, file, own=own)
         session._agree()
         session._resume(text, compared)
         session._warn_of_undeclared_state()
@@ -140,21 +143,25 @@ class FindSession:
     def recall(self) -> Recall | None:
         """What the store holds about this search; None without a store."""
         options, runs = self.options, self.runs
-        if not isinstance(runs, InProcess) or not options.uses_store:
+        make_digest: Callable[[], str]
+        if self.own is not None and self.own.digest is not None:
+            make_digest = partial(str, self.own.digest)
+        elif isinstance(runs, InProcess) and options.uses_store:
+            make_digest = partial(
+                rank_digest,
+                runs.work,
+                runs.device,
+                name=options.key,
+                sample_size=self.search.sizes.first,
+                asked_bytes=options.budget_bytes,
+            )
+        else:
             return None
-        make_digest = partial(
-            rank_digest,
-            runs.work,
-            runs.device,
-            name=options.key,
-            sample_size=self.search.sizes.first,
-            asked_bytes=options.budget_bytes,
-        )
         return recall(
             make_digest,
             self.search,
             self.ranks,
-            fresh=options.fresh,
+            fresh=options.fresh or (self.own is not None and self.own.fresh),
             steps=options.steps,
             soak_steps=options.soak_steps,
             predict=options.predict,

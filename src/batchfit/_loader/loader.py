@@ -67,16 +67,31 @@ class ResizableLoader:
             ...
             loader.batch_size = 512  # from the next batch on
 
-    Given `schedule=`, workers know the sizes to come, and changes cost nothing. Keywords that DataLoader has
-    too mean what they mean there; the others:
+    Given `schedule=`, workers know the sizes to come, and changes cost nothing.
 
-    - `batch_size`: samples of a batch over all ranks; not used while there is a schedule.
-    - `schedule`: a `BatchSizeConfig` that starts from `batch_size`, the `plan` of a `BatchSizeScheduler`, or
-      any object with `size_at(progress) -> int`.
-    - `rank`, `world_size`: those of `torch.distributed`, or one process, if they are not given.
-    - `seed`: of the shuffled order, which is a function of seed and epoch alone; the same on all ranks.
-    - `defer`: a size that is set waits until the prefetched batches were handed out.
-    - `tokens_per_sample`: lets a schedule count tokens.
+    Args:
+        dataset: a map-style or an iterable dataset.
+        batch_size: samples of a batch over all ranks (global); not used while there is a schedule.
+        schedule: a `BatchSizeConfig` that starts from `batch_size`, the `plan` of a `BatchSizeScheduler`, or
+            any object with `size_at(progress) -> int`.
+        shuffle: draw samples in a new order in each epoch.
+        sampler: gives the indices, in place of `shuffle`.
+        num_workers: worker processes; 0: samples are loaded in this process.
+        collate_fn: makes a batch of a list of samples; default: DataLoader's.
+        pin_memory: copy batches to pinned memory.
+        drop_last: leave out the short last batch of an epoch.
+        timeout: seconds to wait for a worker's batch; 0: no limit.
+        worker_init_fn: called in each worker with its number.
+        multiprocessing_context: how workers are started ("fork", "spawn").
+        generator: draws the seeds of the workers.
+        prefetch_factor: batches that each worker loads ahead.
+        persistent_workers: keep workers from one epoch to the next.
+        pin_memory_device: the device for pinned memory.
+        rank: number of this rank; default: that of `torch.distributed`, or 0.
+        world_size: number of ranks; default: that of `torch.distributed`, or 1.
+        seed: seed of the shuffled order, which depends on seed and epoch alone; the same on all ranks.
+        defer: a size that is set waits until the prefetched batches were handed out.
+        tokens_per_sample: tokens of a sample, for schedules in tokens.
     """
 
     def __init__(
@@ -164,6 +179,10 @@ class ResizableLoader:
         """Set the size from the next batch on; with `defer`, after the prefetched batches.
 
         On several ranks, all of them must do so between the same two batches.
+
+        Args:
+            batch_size: samples of a batch over all ranks.
+            defer: hand out the prefetched batches first; default: as the loader's `defer` says.
         """
         size = checked_size("batch_size", batch_size, self.world_size)
         with self._lock:
@@ -253,6 +272,9 @@ class ResizableLoader:
         """Which epoch comes next; without this, they count up by themselves.
 
         After `load_state_dict` the epoch that was loaded goes on where it was, unless another one is set.
+
+        Args:
+            epoch: number of the epoch, from 0.
         """
         epoch = whole(epoch, name="epoch", at_least=0)
         with self._lock:
@@ -381,6 +403,12 @@ class ResizableLoader:
         """Go on where `state_dict` was called; the next `for` loop begins in the middle of that epoch.
 
         The numbers of workers and of ranks may differ; for an iterable dataset that of workers may not.
+
+        Args:
+            state: what `state_dict()` returned.
+
+        Raises:
+            ValueError: `state` is of another dataset, order or number of workers.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")

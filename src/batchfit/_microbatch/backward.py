@@ -29,6 +29,7 @@ from batchfit._engine.sizing.interface import NO_WATCH
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._microbatch.batch_norm import ExactStatistics
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
+from batchfit._microbatch.context import loss_key
 from batchfit._microbatch.loss_check import LossCheck, LossInspection
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit.errors import BatchfitError
@@ -153,7 +154,7 @@ class BackwardCall(MicrobatchCall):
         *,
         scaler: Any,
         weighing: Weighing,
-        loss_check: LossCheck,
+        loss_check: LossCheck | None,
         noise: GradientNoise | None,
     ) -> None:
         self.functions = {"fn": fn}
@@ -212,7 +213,9 @@ class BackwardCall(MicrobatchCall):
 
     def needs_inspection(self, norms: Sequence[BatchNorm]) -> bool:
         # BatchNorm without running statistics compares samples in every mode, which is said elsewhere.
-        return self._loss_check.is_due(self._fn) and not any(layer.running_mean is None for layer in norms)
+        if self._loss_check is None or loss_key(self._fn) in self._loss_check.settled:
+            return False
+        return not any(layer.running_mean is None for layer in norms)
 
     def inspect(self, run: BatchRun, plan: Sequence[Piece]) -> None:
         whole, device = run.whole, run.context.device
@@ -221,6 +224,7 @@ class BackwardCall(MicrobatchCall):
         failure = run_guarded(lambda: whole.micros(plan), device=device, last=False, note=lambda: note)
         if failure is not None:
             recover(device)
+        assert self._loss_check is not None
         self._loss_check.run(
             LossInspection(
                 fn=self._fn,

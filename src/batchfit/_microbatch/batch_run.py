@@ -28,10 +28,10 @@ from batchfit._engine.device.tensors import check_loss, loss_and_outputs
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
 from batchfit._engine.sizing.memory_budget import DeviceReading, whole_sentences
 from batchfit._engine.snapshot.batch_undo import BatchUndo
-from batchfit._engine.snapshot.coverage import GraphCheck, function_key, modules_held
+from batchfit._engine.snapshot.coverage import modules_held
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._microbatch.checks import brief
-from batchfit._microbatch.context import MicrobatchContext
+from batchfit._microbatch.context import GraphCheck, MicrobatchContext, function_key
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.results import StepReport
 
@@ -187,7 +187,7 @@ class BatchRun:
             self.sized: SizedBatch | None = opened.sized
             self.shared_leaves: Sequence[torch.Tensor] = opened.leaves[: opened.shared]
             leaves = opened.leaves if self._trains else []
-            self._check = context.coverage.check_of(fns, leaves, call.kind) if self._trains else None
+            self._check = context.graph_check(fns, leaves, call.kind) if self._trains else None
             self.is_new_function = self._check is not None
             self._marks = None if self._trains else context.free_buffers(context.marks)
             with call.grad_mode(ranks), context.undoing(opened, leaves, call.scaler) as self.undo:
@@ -381,7 +381,7 @@ class BatchRun:
         check_loss(found, "fn")
         # Sharded parameters are in a graph as gathered ones only.
         leaves = [*self.opened.leaves, *gathered()]
-        check = self.context.coverage.check_of([fn], leaves, self.call.kind)
+        check = self.context.graph_check([fn], leaves, self.call.kind)
         if check is not None:
             check([found])
         (found * 0.0).backward()

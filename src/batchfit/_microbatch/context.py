@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, final
@@ -27,12 +27,13 @@ from batchfit._engine.data_parallel.interface import DataParallel
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.oom import run_twice
-from batchfit._engine.device.tensors import leaves_of
+from batchfit._engine.device.tensors import closure_of, leaves_of
 from batchfit._engine.sizing.interface import SizedBatch
 from batchfit._engine.sizing.ragged import RaggedSizer
 from batchfit._engine.sizing.uniform import UniformSizer
 from batchfit._engine.snapshot.batch_undo import BatchUndo, Buffers
-from batchfit._engine.snapshot.coverage import Coverage, generators_held
+from batchfit._engine.snapshot.coverage import Coverage
+from batchfit._engine.snapshot.rng import generators_held
 from batchfit._engine.torch_private.autograd import has_late_hooks
 from batchfit._engine.torch_private.dynamo import is_compiled
 from batchfit._engine.torch_private.modules import BatchNorm
@@ -41,6 +42,7 @@ from batchfit._microbatch.checks import generators_of
 from batchfit.errors import BatchfitError
 
 Tables = list[dict[str, Any]]
+GraphCheck = Callable[[Iterable[torch.Tensor]], None]
 OnBatchNorm = Literal["warn", "error", "exact", "ignore"]
 
 
@@ -149,6 +151,13 @@ class MicrobatchContext:
         note = "batchfit: raised while the samples of a batch were counted by what split returns"
         return run_twice(read_batch, device=self.device, note=note)
 
+    def graph_check(self, fns: Sequence[Any], leaves: Sequence[torch.Tensor], kind: str) -> GraphCheck | None:
+        """What to call with the losses before the first backward; None: these functions are known."""
+        key = (kind, len(leaves), *map(function_key, fns))
+        if key in self.coverage.known:
+            return None
+        return partial(self.coverage.check, key=key, leaves=leaves, fns=fns)
+
     def _check_leaves(self, leaves: list[torch.Tensor]) -> None:
         """Refuse or warn of tensors that get gradients, where others did before."""
         self.ranks.check_leaves(leaves)
@@ -213,3 +222,27 @@ class MicrobatchContext:
 
     def _also_taken(self) -> list[Callable[[], None]]:
         return [take() for take in self.also_restores]
+
+
+def function_key(fn: Any) -> object:
+    """The same for a lambda that is created in each pass of a loop, as long as its modules are the same."""
+    plain = getattr(fn, "__func__", fn)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return type(fn), id(fn)
+    inside = closure_of(plain)
+    owners = (getattr(fn, "__self__", None), *(one for one in inside if isinstance(one, nn.Module)))
+    return code, *map(id, owners)
+
+
+def loss_key(fn: Any) -> object:
+    """The same for a function that is created in each pass of a loop, as long as it calls the same ones."""
+    if isinstance(fn, partial):
+        return "partial", loss_key(fn.func)
+    plain = getattr(fn, "__func__", fn)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return id(fn) if isinstance(fn, nn.Module) else type(fn)
+    inside = closure_of(plain)
+    called = (getattr(one, "__code__", None) or type(one) for one in inside if callable(one))
+    return function_key(fn), *called

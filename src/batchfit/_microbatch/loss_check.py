@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from batchfit._engine.batch.split import Batch
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.oom import recover, run_guarded
 from batchfit._engine.device.tensors import loss_and_outputs
-from batchfit._engine.snapshot.coverage import loss_key
 from batchfit._engine.torch_private.modules import BatchNorm, Dropout
+from batchfit._microbatch.context import loss_key
 from batchfit._microbatch.pure.loss_kind import (
     Join,
     Kind,
@@ -86,23 +87,23 @@ class LossCheck:
         self._reduction = reduction
         self._on_compared = on_compared
         self._advice = _checked(advice)
-        self._left: dict[object, int] = {}  # inspections that are left, for each function
-        self.is_off = on_compared == "ignore"
-
-    def is_due(self, fn: Any) -> bool:
-        """Whether a batch of this function is to be inspected before it is cut."""
-        return not self.is_off and self._left.get(loss_key(fn), _MOST_INSPECTIONS) > 0
+        self.settled: set[object] = set()  # functions that need no further inspection, by `loss_key`
+        self._unclear: Counter[object] = Counter()  # inspections that have shown nothing, by function
 
     def run(self, inspection: LossInspection) -> None:
         """Inspect the loss; refuse one that cannot be cut, and warn of one that is not what it should be."""
         found, key = inspection.inspect(), loss_key(inspection.fn)
-        if len(self._left) >= _MOST_FUNCTIONS:
-            self._left.clear()
-        self._left[key] = self._left.get(key, _MOST_INSPECTIONS) - 1 if found.kind == "unclear" else 0
+        if len(self.settled) + len(self._unclear) >= _MOST_FUNCTIONS:
+            self.settled.clear()
+            self._unclear.clear()
+        self._unclear[key] += 1
+        if found.kind != "unclear" or self._unclear[key] == _MOST_INSPECTIONS:
+            del self._unclear[key]
+            self.settled.add(key)
         if found.kind == "compared" and self._on_compared == "warn":
             log.warning("%s", self._why(found))
         elif found.kind == "compared":
-            del self._left[key]  # a later batch of the function is refused too
+            self.settled.remove(key)  # a later batch of the function is refused too
             raise BatchfitError(self._why(found))
         elif found.kind in ("mean", "sum") and found.kind != self._reduction:
             log.warning(

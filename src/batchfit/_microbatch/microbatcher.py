@@ -57,13 +57,17 @@ class Microbatcher:
     is not passed could not be undone after an OOM, so that is an error. The device's peak memory counters
     are reset when a size runs for the first time.
 
+    Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
+    of one process with the joined batch, whatever the sizes. A rank without samples passes None. Models under
+    FSDP2 too: all ranks then run the same number of microbatches, and retry a batch together.
+
     Args:
         models: the modules that `fn` runs; single parameters too (a learned temperature).
         weight: what a microbatch counts in the batch's mean: `weight(micro) -> number`, or the name of a part
-            of the batch whose sum it is. Count what the loss divides by: for a causal language model
-            `lambda micro: (micro["labels"][:, 1:] != -100).sum()`, since the first token has no target.
-            Evaluated where the batch is, before it is copied: keep batches on the host, or each batch forces
-            one synchronization. Default: its samples.
+            of the batch whose sum it is. Count what the loss divides by: for a causal language model `lambda
+            micro: (micro["labels"][:, 1:] != -100).sum()`, since the first token has no target. Evaluated
+            where the batch is, before it is copied: keep batches on the host, or each batch forces one
+            synchronization. Default: its samples.
         split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows. The
             first ones are checked: together they are the batch.
         count: `count(batch) -> number of samples`, where a batch can be read in two ways (an error names
@@ -72,8 +76,9 @@ class Microbatcher:
             a callable that takes the batch. Samples of about one length then share a microbatch and are
             trimmed to it, in few shapes. A mean over tokens needs `weight` too. Keep batches on the host,
             padded to multiples of 64.
-        pad_keys, pad_dim, padding_side: the names of the padded parts, their padded dimension, and "left" or
-            "right", where shapes and masks do not show them.
+        pad_keys: names of the padded parts, where shapes do not show them.
+        pad_dim: their padded dimension, where shapes do not show it.
+        padding_side: "left" or "right", where masks do not show it.
         microbatch_size: the most samples a microbatch may have; default: the whole batch.
         budget: bytes that the program may use ("20GiB"). Enforced while a size is new, trusted afterwards.
         reduction: what `fn` returns for a microbatch, the "mean" or the "sum" of its losses.
@@ -85,18 +90,14 @@ class Microbatcher:
         on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
         noise: a `GradientNoise` that measures the noise scale from the microbatches of `backward`.
         device: where microbatches go and whose memory counts; default: where the models are.
-        sync: under DDP, "safe": an OOM on any rank is survived; gradients are reduced once all
-            ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
-            microbatch is in backward, and an OOM there is an error on all ranks.
+        sync: under DDP, "safe": an OOM on any rank is survived; gradients are reduced once all ranks have
+            theirs. "overlap": a batch whose sizes have run before is reduced while the last microbatch is in
+            backward, and an OOM there is an error on all ranks.
         timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
         generators: `torch.Generator`s of your own that `fn` draws from (of NumPy and `random` too), so that
             they are restored when a batch is retried. Those that `fn` or the models hold are found.
         advice: for frameworks whose users set other things: what to do where a loss is found to be a "mean"
             or a "sum" against `reduction`, or "compared" between samples, in place of the texts here.
-
-    Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
-    of one process with the joined batch, whatever the sizes. A rank without samples passes None. Models under
-    FSDP2 too: all ranks then run the same number of microbatches, and retry a batch together.
     """
 
     def __init__(
@@ -171,7 +172,8 @@ class Microbatcher:
             ranks=ranks,
             generators=generators,
         )
-        self._loss_check = LossCheck(reduction=reduction, on_compared=compared, advice=advice)
+        loss_check = LossCheck(reduction=reduction, on_compared=compared, advice=advice)
+        self._loss_check = None if compared == "ignore" else loss_check
 
     def backward(
         self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None, scaler: Any = None
@@ -180,16 +182,24 @@ class Microbatcher:
 
             report = mb.backward(lambda micro: criterion(model(micro["x"]), micro["y"]), batch)
 
-        `fn(micro)` gets a part of the batch, on the device, and returns its loss, or `(loss, outputs)`: those
-        of all microbatches are joined in the batch's order in `report.outputs`, without a graph, and each
-        sample is there once. A microbatch whose loss has no graph (all its rows are masked) adds nothing.
+        A microbatch whose loss has no graph (all its rows are masked) adds nothing.
         `fn` may be called twice with the same samples: after an OOM the whole batch is retried,
         with gradients, random numbers, buffers and scaler where they were. Before the first batch is cut,
         `fn` is also called without gradients, with models in eval mode, for sets of up to 8 samples: ten
         times, more where the loss is random. A loss that is neither a mean nor a sum over samples is refused
         (`compared`). Hooks on parameters see the gradient of each microbatch. An error of your own leaves
-        everything as the call found it. `lengths`, those of this batch's samples, goes before that of
-        `Microbatcher`.
+        everything as the call found it.
+
+        Args:
+            fn: `fn(micro)` gets samples of the batch, on the device, and returns their loss, or `(loss,
+                outputs)`.
+            batch: the local batch of this rank, of any size and structure; None on a rank without samples.
+            lengths: lengths of this batch's samples; goes before the `lengths` of `Microbatcher`.
+            scaler: the `GradScaler` with which the loss is scaled.
+
+        Returns:
+            A `StepReport`. Outputs of all microbatches are joined there in the batch's order, each sample
+            once.
         """
         call = BackwardCall(
             fn, scaler=scaler, weighing=self._weighing, loss_check=self._loss_check, noise=self._noise
@@ -207,15 +217,23 @@ class Microbatcher:
         lengths: Lengths | None = None,
         scaler: Any = None,
     ) -> StepReport:
-        """A loss over the whole batch's representations (in-batch negatives), the encoder in chunks: exact.
+        """An exact loss over all representations of a batch (in-batch negatives), encoded in microbatches.
 
             report = mb.backward_cached(lambda micro: encoder(micro), contrastive_loss, batch)
 
-        `encode(micro)` returns tensors with one row per sample, alone or in tuples and dicts; `loss_fn` gets
-        those of the whole batch, in its order; with `lengths`, one value per token is padded to the batch's
-        width. More than one chunk costs one forward more, without a graph; dropout is the same in both.
-        `loss_fn` may return `(loss, outputs)`, for `report.outputs`. Parameters of `loss_fn` get gradients
-        too: pass them to `Microbatcher`.
+        More than one microbatch costs one forward more, without a graph; dropout is the same in both.
+        Parameters of `loss_fn` get gradients too: pass them to `Microbatcher`.
+
+        Args:
+            encode: `encode(micro)` returns tensors with one row per sample, alone or in tuples and dicts.
+            loss_fn: gets those of the whole batch, in its order; returns the loss, or `(loss, outputs)`. With
+                `lengths`, one value per token is padded to the batch's width.
+            batch: the local batch of this rank, of any size and structure.
+            lengths: lengths of this batch's samples; goes before the `lengths` of `Microbatcher`.
+            scaler: the `GradScaler` with which the loss is scaled.
+
+        Returns:
+            A `StepReport`.
         """
         run = BatchRun(self._context, CachedCall(encode, loss_fn, scaler=scaler), batch, lengths=lengths)
         run.execute()
@@ -233,6 +251,14 @@ class Microbatcher:
         only microbatches that have not run are run, so nothing is counted twice. Sizes are learned apart from
         those of training, so they may be larger. With `lengths`, outputs with one value per token are filled
         with zeros up to the batch's width.
+
+        Args:
+            fn: `fn(micro)` gets samples of the batch, on the device, and returns one output per sample.
+            batch: the batch, of any size and structure.
+            lengths: lengths of this batch's samples; goes before the `lengths` of `Microbatcher`.
+
+        Returns:
+            The outputs of the whole batch, in its order.
         """
         call = MapCall(fn)
         BatchRun(self._context, call, batch, lengths=lengths).execute()
@@ -253,6 +279,18 @@ class Microbatcher:
         Unscales, clips, steps and updates the scaler; several optimizers step together. An OOM before
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
         `rollback=True` copies what a step changes to host memory first, so that it can always be undone.
+
+        Args:
+            optimizer: the optimizer, or several that step together.
+            scaler: the `GradScaler` with which losses were scaled; it is updated.
+            clip_norm: the gradient norm to clip at; None: gradients are not clipped.
+            rollback: copy what a step changes to host memory first, so that it can always be undone.
+
+        Returns:
+            The gradient norm before clipping; None without `clip_norm`.
+
+        Raises:
+            StepInterruptedError: an OOM after something may have moved; says what to do.
         """
         ranks = self._context.ranks
         norm = step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=ranks)
@@ -267,6 +305,12 @@ class Microbatcher:
         """Load what was learned; on another device or budget nothing is loaded, and that is logged.
 
         Under FSDP2 with another number of ranks too: each then holds other shards.
+
+        Args:
+            state: what `state_dict()` returned.
+
+        Raises:
+            ValueError: `state` is damaged, or something else.
         """
         before = self._uniform.learned
         try:

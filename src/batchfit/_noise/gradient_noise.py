@@ -91,10 +91,18 @@ class GradientNoise:
     def microbatch(self, samples: int, *, share: float | None = None, scaler: Any = None) -> None:
         """Call after the backward of each microbatch; in cheap mode all but the first cost nothing.
 
-        Gradients must have been cleared before the first. `share` is the factor that its mean loss had in
-        the backward, where that is not its part of the batch's samples (tokens: the estimate is then for the
-        token mean, in samples of average length). With `watch_ranks` it is the factor of this rank's loss,
-        such as `loader.weight`, and 1 if it is not given. `scaler`: the GradScaler whose `scale` was applied.
+        Gradients must have been cleared before the first.
+
+        Args:
+            samples: samples of the microbatch.
+            share: the factor that its mean loss had in the backward, where that is not its part of the
+                batch's samples (tokens: the estimate is then for the token mean, in samples of average
+                length). With `watch_ranks` it is the factor of this rank's loss, such as `loader.weight`, and
+                1 if it is not given.
+            scaler: the `GradScaler` whose `scale` was applied.
+
+        Raises:
+            ValueError: `share` is no number above 0, or given for some microbatches of a step only.
         """
         _check_count("samples", samples, 1)
         if share is not None and not (_is_number(share) and math.isfinite(share) and share > 0):
@@ -112,9 +120,14 @@ class GradientNoise:
     def total(self, *, norm: torch.Tensor | float | None = None, scaler: Any = None) -> None:
         """Call when the whole gradient is there, before it is clipped.
 
-        `norm`: the norm that `clip_grad_norm_` returned, to save making it again. `scaler`: only where the
-        gradients are still scaled. With `watch_ranks` no call of `microbatch` is needed but one, with the
-        samples of this rank's batch.
+        With `watch_ranks` only one call of `microbatch` is needed, with the samples of this rank's batch.
+
+        Args:
+            norm: the norm that `clip_grad_norm_` returned, to save computing it twice.
+            scaler: the `GradScaler`, only where the gradients are still scaled.
+
+        Raises:
+            RuntimeError: the step had no `microbatch(samples)`.
         """
         if not self._open:
             raise RuntimeError(
@@ -149,6 +162,12 @@ class GradientNoise:
 
         Registers a communication hook, of which DDP allows one, that takes the norm of each bucket before it
         is reduced. Costs one small all-reduce per step. Readings are equal on all ranks.
+
+        Args:
+            model: the model under DDP.
+
+        Raises:
+            TypeError: `model` is no DistributedDataParallel.
         """
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             raise TypeError(f"model must be a DistributedDataParallel, not {type(model).__name__}")
@@ -159,6 +178,16 @@ class GradientNoise:
 
         With `group` (`torch.distributed.group.WORLD`), all ranks of it call this, and all get one reading
         from what each has seen of its own batches. With `watch_ranks` that is so anyway.
+
+        Args:
+            group: a process group, all ranks of which call this: one reading from what each has seen of its
+                own batches. With `watch_ranks` that is so anyway.
+
+        Returns:
+            A `NoiseReading`, which has no `scale` where there is no estimate yet.
+
+        Raises:
+            ValueError: `group` was given with `watch_ranks`.
         """
         self._later.wait()
         if group is None:
@@ -177,7 +206,11 @@ class GradientNoise:
         return self._state.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from another run's averages."""
+        """Go on from another run's averages.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
         loaded = NoiseState.from_dict(state)
         self._later.forget()
         self._state = loaded
@@ -187,12 +220,23 @@ class GradientNoise:
     def watching(
         self, inner: PassWatch, sizes: Sequence[int], factors: Sequence[float], scaler: Any
     ) -> Watching:
-        """What watches one pass over a batch, in place of what watched the pass before."""
+        """What watches one pass over a batch, in place of what watched the pass before.
+
+        Args:
+            inner: the watch of the pass itself.
+            sizes: samples of each microbatch.
+            factors: factor of each microbatch's mean loss.
+            scaler: the `GradScaler`, or None.
+        """
         self._watched = Watching(self, inner, sizes, factors, scaler)
         return self._watched
 
     def keep(self, *, is_sorted: bool) -> None:
-        """Count the pass that was watched last."""
+        """Count the pass that was watched last.
+
+        Args:
+            is_sorted: microbatches were sorted by length.
+        """
         seen, self._watched = self._watched, None
         if seen is None:
             return

@@ -21,7 +21,7 @@ from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import own_bytes, tensors_in
 from batchfit._engine.torch_private.allocator import settings_text
 from batchfit._engine.trace.trace import uncollected
-from batchfit._engine.trace.workload import TracedWorkload, trace_workload
+from batchfit._engine.trace.workload import TracedWorkload, trace_source
 from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
@@ -123,14 +123,7 @@ class Oracles:
         traced = whole.traced
         if traced.footprint is None or not traced.is_off_at(0 if found is None else found.size, budget_bytes):
             return found
-        again = trace_workload(
-            traced.workload,
-            rules=traced.rules,
-            budget_bytes=budget_bytes,
-            most=most,
-            small=traced.small,
-            reach=traced.reach,
-        )
+        again = trace_source(traced.source, budget_bytes=budget_bytes, most=most, small=traced.small)
         self.all.append(replace(whole, traced=again))
         return self.all[-1].largest_of(budget_bytes, margin, most)
 
@@ -142,7 +135,7 @@ class Oracles:
 
 def margin_of(traced: TracedWorkload, basis: Basis) -> float:
     """The share of the budget to leave free."""
-    if traced.workload.kind == "generation" and traced.footprint is None:
+    if traced.may_retry and traced.footprint is None:
         return _RAGGED_MARGIN
     return _RECURRENT_MARGIN if is_recurrent(traced) else MARGINS[basis]
 
@@ -186,12 +179,17 @@ def allocator_rules(expandable_segments: bool | None = None, *, capped: bool = F
 
 
 def allocator_caveats(rules: AllocatorSettings) -> list[str]:
-    """How the allocator is modelled, where that was compared with little on a GPU."""
-    if not rules.expandable_segments:
-        return []
-    end = (
-        "under a memory fraction, where torch asks for room for the whole of a request"
-        if rules.capped
-        else "for the GPU's own memory; under set_per_process_memory_fraction less may fit"
-    )
-    return [f"expandable segments: replayed by the allocator's source (measured: five models, H200), {end}"]
+    """How the allocator is modelled, where that was compared with little on a GPU; what is not modelled."""
+    found = []
+    if rules.not_replayed:
+        keys = ", ".join(rules.not_replayed)
+        found.append(f"allocator settings: {keys} not replayed, and another size may fit with that")
+    if rules.expandable_segments:
+        end = (
+            "under a memory fraction, where torch asks for room for the whole of a request"
+            if rules.capped
+            else "for the GPU's own memory; under set_per_process_memory_fraction less may fit"
+        )
+        replayed = "replayed by the allocator's source (measured: five models, H200)"
+        found.append(f"expandable segments: {replayed}, {end}")
+    return found

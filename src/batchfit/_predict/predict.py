@@ -30,7 +30,14 @@ from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.trace.workload import STRAIGHT, TracedWorkload, rules_for, trace_workload
+from batchfit._engine.trace.trace import TraceSource
+from batchfit._engine.trace.workload import (
+    STRAIGHT,
+    TracedWorkload,
+    rules_for,
+    trace_source,
+    trace_workload,
+)
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._predict.oracle import (
@@ -77,32 +84,26 @@ def predict_batch_size(
         workload: what one step is. Its state must be declared: the trace works on fakes of it.
         budget: bytes the program may use ("80GiB"), or several: then `answers` has one for each, and
             `batch_size` is the first one's. Default: what is free on the GPU, or all of `gpu`.
-        gpu: the GPU to predict for ("h100", "rtx4090", or as nvidia-smi prints it): its memory and its
-            choice of kernels. Of a name that is made with several memories ("a100") the smallest is taken,
-            and a caveat says so.
+        gpu: the GPU to predict for ("h100", "rtx4090", or as nvidia-smi prints it): its memory and its choice
+            of kernels. Of a name that is made with several memories ("a100") the smallest is taken, and a
+            caveat says so.
         max_size: the largest size that is wanted.
-        margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
-            not run, 1 % calibrated; 5 % where there are recurrent layers.
+        margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was not
+            run, 1 % calibrated; 5 % where there are recurrent layers.
         calibrate: run two small sizes on the GPU; default: where the workload is on one and its state is
             declared, so that it can be restored.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
             allocator's source and measured for a few models only: a caveat of the answer says so.
 
+    Returns:
+        A `Prediction`: `batch_size` is that of one forward/backward in one process (per GPU).
+
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.
         NothingFitsError: not even one sample fits (with one budget).
     """
-    return predict_with(
-        workload,
-        lambda: PredictOptions(
-            budget=budget,
-            gpu=gpu,
-            max_size=max_size,
-            margin=margin,
-            calibrate=calibrate,
-            expandable_segments=expandable_segments,
-        ),
-    )
+    keywords = {**locals()}  # every argument, by its name
+    return predict_with(keywords.pop("workload"), lambda: PredictOptions(**keywords))
 
 
 def predict_with(
@@ -115,7 +116,7 @@ def predict_with(
 def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
-    target, max_size, margin, calibrate = options.target, options.max_size, options.margin, options.calibrate
+    target, max_size, calibrate = options.target, options.max_size, options.calibrate
     reach = reach_of(work)
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
@@ -132,32 +133,60 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     residual = (float(held_beside(reach.parts, rules.gpu)[0]) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and (work.declared if calibrate is None else calibrate):
-        measured, trials = calibration(traced, settings, budget_bytes=max(budgets))
+        measured, trials = calibration(work, traced, settings, budget_bytes=max(budgets))
         if trials:  # else what is held beside the workload still counts
             residual, basis = measured, "calibrated"
-    share = margin_of(traced, basis) if margin is None else margin
+    return _answered(traced, settings, residual, budgets, basis, trials, options, begun)
+
+
+def predict_source(source: TraceSource, options: PredictOptions) -> Prediction:
+    """What the traces of a source predict, without a GPU; they may be of a program in its own process."""
+    begun = time.perf_counter()
+    if options.calibrate:
+        raise ValueError("calibrate must be left out where nothing can be run here")
+    target = options.target
+    budgets = options.budgets_bytes or ([] if target is None else [target.usable_bytes])
+    if not budgets:
+        raise ValueError('budget must be given ("80GiB"), or gpu')
+    settings = allocator_rules(options.expandable_segments)
+    traced = trace_source(source, budget_bytes=max(budgets), most=options.max_size)
+    return _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun)
+
+
+def _answered(
+    traced: TracedWorkload,
+    settings: AllocatorSettings,
+    residual: tuple[float, float],
+    budgets: list[int],
+    basis: Basis,
+    trials: Sequence[Trial],
+    options: PredictOptions,
+    begun: float,
+) -> Prediction:
+    """The prediction for all budgets, from what was traced."""
+    share = margin_of(traced, basis) if options.margin is None else options.margin
     oracles = Oracles([Oracle(traced, settings, residual)])
-    found = [oracles.largest(one, share, max_size) for one in budgets]
+    found = [oracles.largest(one, share, options.max_size) for one in budgets]
     if found[0] is None and len(budgets) == 1:
         raise NothingFitsError(
             1,
-            device=rules.gpu.name,
+            device=traced.rules.gpu.name,
             budget_bytes=budgets[0],
             peak_bytes=oracles.of(1).peak(1),
             state_bytes=oracles.of(1).traced.at(1).state_bytes,
             detail="predicted",
         )
-    return _prediction(oracles, budgets, found, basis, share, trials, target, begun, max_size)
+    return _prediction(oracles, budgets, found, basis, share, trials, options.target, begun, options.max_size)
 
 
 def calibration(
-    traced: TracedWorkload, rules: AllocatorSettings, *, budget_bytes: int
+    work: Workload, traced: TracedWorkload, rules: AllocatorSettings, *, budget_bytes: int
 ) -> tuple[tuple[float, float], tuple[Trial, ...]]:
     """What two small real runs need beyond the trace: fixed bytes, and bytes per sample.
 
     Both sizes lie above the last knee, where the peak is one straight line, and well below the end.
     """
-    footprint, work = traced.footprint, traced.workload
+    footprint = traced.footprint
     if footprint is None:
         return (0.0, 0.0), ()
     device = device_to_run(work._held)
@@ -243,7 +272,7 @@ def _prediction(
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
-        samples=traced.workload._samples,
+        samples=traced.source.samples,
     )
 
 

@@ -13,7 +13,9 @@ import json
 import os
 import secrets
 import selectors
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +33,18 @@ Event = dict[str, Any]
 _END_S = 70.0  # the guardian gives up after 60 s on a process that is stuck in a device driver
 _LONGEST_SOCKET = 90  # bytes of a path, of the 104 that macOS allows
 _TICK_S = 0.2
+INJECT = str(Path(__file__).parent / "probe" / "inject")
+_PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(11, 16)))
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+_SHIM = """#!/bin/sh
+# Of a batchfit probe: the real one, with the probe in PYTHONPATH.
+inject={inject}
+case ":$PYTHONPATH:" in
+*":$inject:"*) ;;
+*) PYTHONPATH="$inject${{PYTHONPATH:+:$PYTHONPATH}}"; export PYTHONPATH ;;
+esac
+exec {real} "$@"
+"""
 
 
 @final
@@ -38,16 +52,28 @@ class ProbeFolder:
     """What a probe has for itself: its socket, temporary files, copies of configs, and `{out}`."""
 
     def __init__(self) -> None:
-        place = None if len(tempfile.gettempdir()) < _LONGEST_SOCKET - 30 else "/tmp"
+        made: Path | None = None
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="batchfit-", dir=place))
-            for name in ("t", "out"):
+            place = None if len(tempfile.gettempdir()) < _LONGEST_SOCKET - 30 else "/tmp"
+            made = self.path = Path(tempfile.mkdtemp(prefix="batchfit-", dir=place))
+            for name in ("t", "out", "b"):
                 (self.path / name).mkdir()
+            self._write_shims(self.path / "b")
         except OSError as error:
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)
             raise ProgramError(
-                f"no folder for a probe could be made in {place or tempfile.gettempdir()}: "
-                f"{error.strerror or error}. Free some space, or name another place with TMPDIR"
+                f"no folder for a probe could be made: {error.strerror or error} "
+                f"({made or 'of TMPDIR and /tmp'}). Free some space, or name another place with TMPDIR"
             ) from None
+
+    def _write_shims(self, place: Path) -> None:
+        """Commands that start Python, for shells that set PYTHONPATH themselves: the probe stays in it."""
+        for name in (*_PYTHONS, *_LAUNCHERS):
+            real = shutil.which(name)
+            if real is not None:
+                (place / name).write_text(_SHIM.format(inject=shlex.quote(INJECT), real=shlex.quote(real)))
+                (place / name).chmod(0o700)
 
     def remove(self) -> None:
         """Delete it."""
@@ -174,6 +200,8 @@ class CommandRun:
                 if number in self._known:
                     self._known.remove(number)
                     yield {"kind": "left", "peer": number}
+            else:  # it ends after us: somebody has killed it
+                yield {"kind": "ended", "code": -signal.SIGKILL}
             return
         *lines, self._buffers[number] = (self._buffers.get(number, b"") + part).split(b"\n")
         for line in lines:
@@ -228,6 +256,17 @@ class CommandRun:
             guardian.kill()
             guardian.wait()
         guardian.stdout.close()
+        if guardian.returncode:
+            self._kill_leftovers()
+
+    def _kill_leftovers(self) -> None:
+        """Without the guardian: whoever has this run's folder in its environment is the program's."""
+        mark = f"BATCHFIT_PROBE_FOLDER={self._folder.path}".encode()
+        for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+            if name.isdigit():
+                with contextlib.suppress(OSError):
+                    if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                        os.kill(int(name), signal.SIGKILL)
 
 
 def new_token() -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from batchfit._documents import with_value
 from batchfit._program.pure.template import CommandTemplate
+from batchfit._program.pure.toml_place import with_toml_value
 from batchfit.errors import ProgramError
 
 
@@ -36,5 +37,8 @@ def changed_files(template: CommandTemplate, size: int) -> dict[str, str]:
                 raise ValueError(
                     f"set must name a file that can be read, not {one.file!r}: {error}"
                 ) from None
-        texts[one.file] = with_value(texts[one.file], one.keys, str(size), name=one.file)
+        if one.file.endswith(".toml"):
+            texts[one.file] = with_toml_value(texts[one.file], one.keys, size, name=one.file)
+        else:
+            texts[one.file] = with_value(texts[one.file], one.keys, str(size), name=one.file)
     return texts

@@ -121,6 +121,8 @@ def main() -> None:
         # A handler, and not SIG_IGN, which the program would inherit.
         signal.signal(number, lambda *_: None)
     _prctl(_SUBREAPER, 1)
+    for end in (_ORDERS, _ANSWERS):
+        os.set_inheritable(end, False)  # the program has no business with them
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     os.set_blocking(woken, False)

@@ -33,6 +33,9 @@ class RankReport:
     local_world_size: int = 1
     steps: list[Event] = field(default_factory=list)
     reached: int | None = None  # the step at which it waits
+    steps_s: list[float] = field(default_factory=list)  # as its device took them, once it has waited
+    counts_memory: bool = False  # in a way that slows its steps
+    largest_bytes: int | None = None  # the largest block that its allocator has taken
     exited: bool = False
 
     def take_who(self, event: Event) -> None:
@@ -70,6 +73,8 @@ class Reports:
         self.device = ""
         self.budget_bytes: int | None = None
         self.first_pass_s: float | None = None
+        self.last_step_s: float | None = None
+        self.handled: ProgramFailure | None = None  # an error that the program made an exit code of
         self.heard = False  # a process with torch was there
         self.died = False  # one that had taken a step or a pass left without a word
         self.is_evaluation = False
@@ -93,14 +98,25 @@ class Reports:
             if self.first_pass_s is None:
                 self.first_pass_s = now_s
         elif kind == "step":
+            if rank.steps and event["number"] <= rank.steps[-1]["number"]:
+                rank.steps = []  # it has evaluated before, and trains now
             rank.steps.append(event)
+            self.last_step_s = now_s
         elif kind == "reached":
             rank.reached = event["number"]
+            rank.steps_s = event["steps_s"]
+            rank.counts_memory = event["counts_memory"]
+            rank.largest_bytes = event.get("largest_bytes")
             self.is_evaluation = event["kind_of_step"] == "pass"
         elif kind == "oom":
             self._fail(ProgramFailure("oom", _on(rank, event["text"]), event["phase"]))
         elif kind == "raised":
-            self._fail(_raised(rank, event))
+            failure = _raised(rank, event)
+            # A launcher reports that its ranks have died: how they did says more.
+            failure.lost |= failure.outcome is None and bool(self._passed) and peer not in self._passed
+            self._fail(failure)
+        elif kind == "handled":
+            self.handled = _raised(rank, event)
         elif kind == "exits":
             rank.exited = True
         elif kind == "left":
@@ -119,6 +135,11 @@ class Reports:
     def world_size(self) -> int:
         """How many ranks there are."""
         return max((one.world_size for one in self.ranks.values()), default=1)
+
+    @property
+    def other_nodes(self) -> RankReport | None:
+        """A rank of a program that needs more nodes than this one, if it does."""
+        return next((one for one in self.ranks.values() if one.world_size > one.local_world_size), None)
 
     @property
     def steps_run(self) -> int:
@@ -183,6 +204,8 @@ def _trial_of(rank: RankReport, size: int, *, soak: bool, elapsed_s: float, outc
         steps_run=last["number"],
         peak_bytes=last.get("peak_bytes"),
         reserved_bytes=last.get("reserved_bytes"),
+        split_bytes=last.get("split_bytes"),
+        largest_bytes=rank.largest_bytes,
         held_bytes=max(held, default=None),
         alloc_retries=retries[-1],
         settled_retries=retries[-1] - retries[half - 1] if soak and half else 0,
@@ -193,7 +216,7 @@ def _trial_of(rank: RankReport, size: int, *, soak: bool, elapsed_s: float, outc
 
 
 def _median_s(rank: RankReport) -> float:
-    seconds: list[float] = [one["step_s"] for one in rank.steps]
+    seconds: list[float] = rank.steps_s or [one["step_s"] for one in rank.steps]
     return statistics.median(seconds[1:] or seconds)
 
 

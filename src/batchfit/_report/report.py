@@ -22,13 +22,24 @@ if TYPE_CHECKING:
 def report(
     result: Result | str | Path | Iterable[Result | str | Path], path: str | Path, *, title: str | None = None
 ) -> Path:
-    """Write a report about one or several results, and say where it is.
+    """Write one HTML page about one or several results.
 
-    >>> batchfit.report(batchfit.find_batch_size(workload), "report.html")  # doctest: +SKIP
-    PosixPath('report.html')
+    ```python
+    batchfit.report(batchfit.find_batch_size(workload), "report.html")
+    ```
 
-    Results may be given as values, or as the paths of their JSON files. A file that is no result raises
-    `batchfit.errors.ResultFileError`, which names the field.
+    Args:
+        result: a result, the path of a result's JSON file, or several of either.
+        path: the file to write; it is there whole or not at all.
+        title: the heading of the page; default: what the results are of.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ResultFileError: a file is no result; names the field.
+        TypeError: `title` is neither text nor None.
+        ValueError: `path` cannot be written.
     """
     from batchfit._report.files import sources_of
     from batchfit._report.page import page

@@ -56,7 +56,13 @@ _calls = itertools.count()  # ranks count alike; flags of an earlier call must n
 @final
 @dataclass(frozen=True, slots=True)
 class LargestRun(Generic[T]):
-    """What the program returned, at which size, and all runs that it took."""
+    """What `run_largest` answers: what the program returned, at which batch size, and all runs that it took.
+
+    Attributes:
+        value: what the function returned.
+        batch_size: the size that it ran to its end with.
+        trials: all runs and probes, in order.
+    """
 
     value: T
     batch_size: int
@@ -102,8 +108,8 @@ def run_largest(
     Args:
         function: the program; gets the size of a batch as its one argument.
         start: the largest size to run.
-        probe_steps: optimizer steps of a probe (or three times as many forward passes, in a program that
-            only evaluates); 0: no probes, the size is halved until the program reaches its end.
+        probe_steps: optimizer steps of a probe (or three times as many forward passes, in a program that only
+            evaluates); 0: no probes, the size is halved until the program reaches its end.
         tolerance: probes end when about this share could still be gained.
         reduce: says the next size instead, after each out-of-memory; no probes then.
         state: modules, optimizers and the like that were made outside of the program: restored before each
@@ -113,6 +119,9 @@ def run_largest(
         device: whose memory it is; default: the current accelerator.
         before_retry: called before each further run, when the memory of the last one is to be given back.
         on_run: called on rank 0 with each run, as a `Trial`; one that was stopped by us has fitted so far.
+
+    Returns:
+        A `LargestRun` with what `function` returned and the size that it ran with.
 
     Raises:
         NothingFitsError: the program was out of memory at size 1.

@@ -60,8 +60,9 @@ class BatchSizeScheduler:
         lr_scheduler: torch's LR scheduler (or several) of that optimizer: our factor is removed before it
             steps, and multiplied in after.
         largest: the largest batch that fits. A schedule is capped there; an increase past it is left out.
-        world_size, microbatch_size: where given, sizes are multiples of the first, and of the second on every
-            rank. The number of ranks is otherwise the loader's, or that of `torch.distributed`.
+        world_size: where given, sizes are multiples of it. The number of ranks is otherwise the loader's, or
+            that of `torch.distributed`.
+        microbatch_size: where given, sizes are multiples of it on every rank.
         tokens_per_sample: for schedules in tokens, where nobody counts them.
         noise: for `NoiseBatchSizeConfig`: a `GradientNoise`.
         throughput: for `NoiseBatchSizeConfig`: what `profile_throughput` answered, or a function
@@ -162,7 +163,19 @@ class BatchSizeScheduler:
         samples: int | None = None,
         tokens: int | None = None,
     ) -> int:
-        """The size there; changes nothing. (A schedule by noise does not know: the size now.)"""
+        """The global batch size at a point of the run; changes nothing.
+
+        A schedule by noise does not know other points: it is the size now.
+
+        Args:
+            epoch: epochs that are over; default: as far as the run has come, by the loader's count.
+            step: optimizer steps so far.
+            samples: samples so far, over all ranks.
+            tokens: tokens so far, over all ranks.
+
+        Returns:
+            The size over all ranks.
+        """
         if self._noise is not None:
             return self._size
         return self._plan.size_at(self._located(epoch, step, samples, tokens))
@@ -175,13 +188,29 @@ class BatchSizeScheduler:
         samples: int | None = None,
         tokens: int | None = None,
     ) -> bool:
-        """Whether `step` would change the size; changes nothing."""
+        """Whether `step` would change the size; changes nothing.
+
+        Args:
+            epoch: epochs that are over.
+            step: optimizer steps so far.
+            samples: samples so far, over all ranks.
+            tokens: tokens so far, over all ranks.
+        """
         return self.get_batch_size(epoch, step=step, samples=samples, tokens=tokens) != self._size
 
     def updates(self, *, samples: int, epochs: int, drop_last: bool | None = None) -> int:
-        """How many optimizer steps `epochs` epochs of `samples` samples take: an LR scheduler's length.
+        """How many optimizer steps a run will take: the length of an LR scheduler.
 
-        `drop_last`: whether the short last batch of an epoch is left out; as the loader does, if not given.
+        Args:
+            samples: samples of an epoch, over all ranks.
+            epochs: epochs of the run.
+            drop_last: whether the short last batch of an epoch is left out; default: as the loader does.
+
+        Returns:
+            The number of optimizer steps.
+
+        Raises:
+            ValueError: the schedule follows the noise scale, so its sizes cannot be known.
         """
         if self._noise is not None:
             raise ValueError("config must be a schedule that can be foreseen, not one by noise")
@@ -203,7 +232,17 @@ class BatchSizeScheduler:
         samples: int | None = None,
         tokens: int | None = None,
     ) -> tuple[int, bool]:
-        """Go there: (the size from now on, whether it changed). Moves the loader and the learning rate."""
+        """Go to a point of the run: move the batch size, the loader and the learning rate there.
+
+        Args:
+            epoch: epochs that are over; default: as far as the run has come, by the loader's count.
+            step: optimizer steps so far.
+            samples: samples so far, over all ranks.
+            tokens: tokens so far, over all ranks.
+
+        Returns:
+            The global size from now on, and whether it changed.
+        """
         at = self._located(epoch, step, samples, tokens)
         self._loader.compare_epochs(epoch)
         return self._go(at)
@@ -240,7 +279,14 @@ class BatchSizeScheduler:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was; in any order with the optimizer's and the LR scheduler's."""
+        """Go on where a checkpoint was; in any order with the optimizer's and the LR scheduler's.
+
+        Args:
+            state: what `state_dict()` returned.
+
+        Raises:
+            ValueError: `state` is something else, or of a run with another initial size.
+        """
         if not hasattr(state, "get") or state.get("version") != _STATE_VERSION:
             raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
         if state["initial_batch_size"] != self.initial_batch_size:

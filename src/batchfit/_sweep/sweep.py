@@ -83,6 +83,8 @@ def sweep(
     result.to_dataframe()
     ```
 
+    A configuration that fails is a record with its `error`, and the sweep goes on.
+
     Args:
         factory: `factory(**knobs)` returns the workload of a configuration, or a step; or its name as
             "file.py:function" or "package.module:function".
@@ -99,26 +101,35 @@ def sweep(
             After an OOM it is called again at a smaller size. It may take knobs as further arguments.
         strategy: "guided" (default); "grow": from the estimate, x1.5 while it runs, bisection once it does
             not, at most `attempts` sizes; or another of `find_batch_size`.
-        attempts, tolerance, steps, soak_steps, budget, device: as in `find_batch_size`.
+        attempts: how many sizes "grow" may try.
+        tolerance: "guided" stops when about this share could still be gained; 0 is exact.
+        steps: steps in a trial, at least 2.
+        soak_steps: steps of the stability check (soak); 0 for none. Default: as in `find_batch_size`.
+        budget: bytes the program may use ("24GiB"); default: as in `find_batch_size`.
+        device: where workloads run ("cuda:1", 1); default: where their state is.
         start_from: leave out what stands before this value of a knob: `{"max_crops": 12}`; of one knob, 12.
         devices: run on these, a child process each: `["cuda:0", "cuda:1"]`. Factory, measure and estimate
             must then be functions at the top of a module. None: in this process, or under torchrun each
             configuration over all ranks.
-        engine: "ray" runs configurations as tasks of a Ray cluster; or a callable
-            `engine(job, waiting, on_event)` that yields records.
+        engine: "ray" runs configurations as tasks of a Ray cluster; or a callable `engine(job, waiting,
+            on_event)` that yields records.
         ray_address: the cluster; None: the one that there is, or one on this machine.
-        num_gpus, num_cpus: what a task of Ray's takes; by default one GPU where there are any, and one CPU.
+        num_gpus: GPUs that a task of Ray's takes; default: one where there are any.
+        num_cpus: CPUs that a task of Ray's takes; default: one.
         max_retries: how often Ray tries a configuration again whose worker or node has died.
         output: a file that holds the result after each configuration.
-        resume: go on with the sweep in `output`, if there is one. overwrite: replace what is in `output`.
+        resume: go on with the sweep in `output`, if there is one.
         retry_failed: with `resume`, run configurations again that failed.
-        on_record: called with each record when it is in the file. on_event: called with all that happens.
+        overwrite: replace what is in `output`.
+        on_record: called with each record when it is in the file.
+        on_event: called with each `SweepEvent`.
+
+    Returns:
+        A `SweepResult` with a record per configuration.
 
     Raises:
         SettingsDifferError: the file to resume from holds a sweep with other settings.
         ResultFileError: `output` is there already, holds something else, or is in use.
-
-    A configuration that fails is a record with its `error`, and the sweep goes on.
     """
     keywords = {**locals()}  # every argument, by its name
     factory, knobs = keywords.pop("factory"), keywords.pop("knobs")

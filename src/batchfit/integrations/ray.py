@@ -42,11 +42,19 @@ _MOST_AT_ONCE: Final = 1000  # tasks that the cluster holds for us: a sweep may 
 @final
 @dataclass(slots=True)
 class RayEngine:
-    """Runs configurations as Ray tasks.
+    """Runs the configurations of a sweep as Ray tasks.
 
-    `address`: the cluster ("auto", "ray://head:10001"); None: the one that this program is connected to or
-    RAY_ADDRESS names, else one on this machine. `num_gpus`, `num_cpus`: what a task takes; None: one GPU
-    where the cluster has any. A part of a GPU needs a `budget`: Ray does not divide its memory.
+    A part of a GPU needs a `budget`: Ray does not divide its memory.
+
+    Args:
+        address: the cluster ("auto", "ray://head:10001"); None: the one that this program is connected to or
+            RAY_ADDRESS names, else one on this machine.
+        num_gpus: GPUs that a task takes; None: one where the cluster has any.
+        num_cpus: CPUs that a task takes.
+        max_retries: how often a task is retried whose worker or node has died.
+
+    Attributes:
+        at_once: tasks that run at a time, once that is known.
     """
 
     address: str | None = None

@@ -22,6 +22,9 @@ from torch import nn
 
 from batchfit.errors import BatchfitError
 
+# Nothing here is called by users: `adapt` does.
+__all__: list[str] = []
+
 log = logging.getLogger("batchfit")
 
 _LIBRARY = "sentence_transformers"

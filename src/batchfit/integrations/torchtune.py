@@ -69,7 +69,14 @@ _warn_of_version()
 
 
 class AdaptiveBatchSize:
-    """Mixin for a recipe of torchtune's, before it among the bases (`recipe_class`)."""
+    """Mixin for a recipe of torchtune's, before it among the bases (`recipe_class`).
+
+    Args:
+        cfg: the recipe's config.
+
+    Attributes:
+        batch_size_events: a `ScheduleEvent` for each change of the size.
+    """
 
     # Of the recipe:
     _model: torch.nn.Module
@@ -94,7 +101,11 @@ class AdaptiveBatchSize:
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
     def setup(self, cfg: DictConfig) -> None:
-        """Set the recipe up; `_setup_data` finds the size, once model and optimizer are made."""
+        """Set the recipe up; `_setup_data` finds the size, once model and optimizer are made.
+
+        Args:
+            cfg: the recipe's config.
+        """
         super().setup(cfg=cfg)  # type: ignore[misc]
         self._ignore_labels(max(self._largest or 0, cfg.batch_size))
         if self._settings.split and not self._in_backward:
@@ -109,7 +120,11 @@ class AdaptiveBatchSize:
             self._metric_logger.log_dict({"batch_size": self._scheduler.batch_size}, step=self.global_step)
 
     def save_checkpoint(self, epoch: int) -> None:
-        """Save the recipe's checkpoint with the sizes so far; then set the next epoch's size."""
+        """Save the recipe's checkpoint with the sizes so far; then set the next epoch's size.
+
+        Args:
+            epoch: the epoch that ended.
+        """
         if self._scheduler is None:
             super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
             return
@@ -320,7 +335,18 @@ def _resized(loader: Any, size: int) -> Any:
 
 @cache
 def recipe_class(name: str) -> type[Any]:
-    """torchtune's recipe of that name ("full" or "lora") with `AdaptiveBatchSize`."""
+    """torchtune's recipe of that name ("full" or "lora") with `AdaptiveBatchSize`.
+
+    Args:
+        name: "full" or "lora".
+
+    Returns:
+        The class, which is torchtune's recipe with `AdaptiveBatchSize` before it.
+
+    Raises:
+        ValueError: there is no recipe of that name.
+        ImportError: this torchtune has no such recipe, or lacks what is overridden.
+    """
     if name not in _RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(_RECIPES)}, not {name!r}")
     file, class_name = _RECIPES[name]
@@ -343,7 +369,14 @@ def recipe_class(name: str) -> type[Any]:
 
 
 def run(cfg: DictConfig) -> Any:
-    """Set a recipe up, train, and return it."""
+    """Set a recipe up, train, and return it.
+
+    Args:
+        cfg: the config, with batchfit's keys.
+
+    Returns:
+        The recipe, after its training.
+    """
     made: Callable[..., Any] = recipe_class(cfg.get("recipe", "full"))
     config.log_config(recipe_name=made.__name__, cfg=cfg)
     recipe = made(cfg=cfg)
@@ -355,7 +388,11 @@ def run(cfg: DictConfig) -> Any:
 
 @config.parse  # type: ignore[untyped-decorator]
 def recipe_main(cfg: DictConfig) -> None:
-    """Run a recipe of torchtune's for one device, with batchfit's keys."""
+    """Run a recipe of torchtune's for one device, with batchfit's keys.
+
+    Args:
+        cfg: the config, as `tune run` reads it.
+    """
     run(cfg)
 
 

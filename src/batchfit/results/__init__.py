@@ -3,7 +3,7 @@
 Rules: a field's name carries its unit (`peak_bytes`, `elapsed_s`); a file carries its schema version
 and is readable by later versions; a file that cannot be read says which field and why. This is the one place
 to import results from: each verb's stand in a module of their own (`results._fit`, `results._memory`,
-`results._throughput`, `results._sweep`), on what `results._base` says about all of them.
+`results._throughput`, `results._sweep`, `results._run`), on what `results._base` says about all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from batchfit.results._memory import (
     Prediction,
     WhatIf,
 )
+from batchfit.results._run import ProgramRun, ProgramStart
 from batchfit.results._sweep import SweepRecord, SweepResult
 from batchfit.results._throughput import (
     Accumulation,
@@ -51,6 +52,8 @@ __all__ = [
     "Outcome",
     "Point",
     "Prediction",
+    "ProgramRun",
+    "ProgramStart",
     "Result",
     "StepReport",
     "SweepRecord",
@@ -67,13 +70,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one call of `Microbatcher.backward` did.
+    """What one call of `Microbatcher.backward` or `backward_cached` did.
 
-    `loss` is the loss of the full batch as a detached tensor on the device: reading it forces a
-    synchronization. `retries` counts OOM retries. `peak_bytes` is the most that was live when a size of this
-    shape ran for the first time (measured then, remembered after); None where there is no reading. `skipped`:
-    the batch had no weight, so nothing was run and no gradient changed. `outputs` are those that `fn`
-    returned beside its losses, detached, joined in the batch's order: each sample once.
+    Attributes:
+        loss: loss of the full batch, a detached tensor on the device: reading it forces a synchronization.
+        microbatch_sizes: samples of each microbatch of the pass that counted.
+        retries: OOM retries of this call.
+        peak_bytes: peak of live bytes when a size of this shape first ran, remembered after; None without a
+            reading.
+        skipped: the batch had no weight: nothing was run, and no gradient changed.
+        outputs: what `fn` returned beside its losses, detached, joined in the batch's order; None without
+            any.
     """
 
     loss: Any

@@ -35,17 +35,31 @@ REASONS = {
 
 
 class Trial(Result):
-    """One measured attempt at one size.
+    """One measured attempt at one batch size of one process: a few steps, or a stability check (soak).
 
-    `peak_bytes` is the peak of live tensor bytes, `reserved_bytes` that of what the caching allocator
-    took from the device, `split_bytes` that of cached remainders it could not have given back,
-    `largest_bytes` the largest block that it took at once, and `held_bytes` what was live between steps,
-    gradients apart; None where there is no reading.
-    `settled_retries` counts allocation retries in the second half of a soak (where a step generates, its
-    growing cache makes some, which do not count); `settled`: the soak ended early, since the allocator had
-    begun to repeat itself, without any. `step_s` is the median of
-    the steps after the first, synchronised. `phase` is the phase that failed ("batch", "forward",
-    "backward", "optimizer"), where the workload names its phases.
+    Attributes:
+        size: samples of one forward and backward.
+        outcome: "fits", "oom", "too_large" (an error of size that is no OOM), "killed" or "timeout".
+        steps_run: steps that ran to their end.
+        peak_bytes: peak of live tensor bytes; None without a reading.
+        reserved_bytes: peak of what the caching allocator reserved on the device; None without a reading.
+        split_bytes: peak of inactive split blocks, which the allocator cannot release; None without a
+            reading.
+        largest_bytes: the largest block that was allocated at once; None without a reading.
+        held_bytes: live bytes between steps, gradients left out; None without a reading.
+        alloc_retries: how often the allocator released its cache and tried again.
+        settled_retries: such retries in the second half of a stability check; those of a growing generation
+            cache do not count.
+        step_s: median seconds of the steps after the first, synchronised; None where no second step ran.
+        elapsed_s: seconds of the whole trial.
+        soak: whether it was a stability check (soak) rather than a plain trial.
+        settled: the stability check ended early, without a retry, since the allocator had begun to repeat
+            itself.
+        ambiguous: the error may have another cause than memory; it counts as an OOM because a smaller size
+            ran.
+        phase: the phase that failed ("batch", "forward", "backward", "optimizer"), where the workload names
+            its phases.
+        message: the text of the error; empty where there was none.
     """
 
     size: int = Field(ge=1)
@@ -90,13 +104,31 @@ class Trial(Result):
 
 
 class FitResult(Result):
-    """What `find_batch_size` answers: the largest size of one forward/backward in one process.
+    """What `find_batch_size` answers: the largest batch size of one forward/backward in one process.
 
-    `from_store`: the size was found `stored_age_s` seconds ago and confirmed now by one trial.
-    `shrunk_from_bytes`: the budget when the search began, where other programs took memory of the device
-    meanwhile; `budget_bytes` is then what was left, and the answer is for that.
-    `samples`: how many samples the dataset has, where the workload was made with one; a trial of more takes
-    some of them again. Of several ranks it is the smallest dataset's.
+    On several ranks it is the per-device batch size: times the ranks it is the global one.
+
+    Attributes:
+        kind: "fit": what tells this result from others in a file.
+        schema_version: version of the JSON schema.
+        batch_size: the largest size that ran, per process.
+        trials: all trials, in the order in which they ran.
+        survived_steps: steps of the longest trial at that size.
+        stopped_because: why the search ended: a key of `batchfit.results.REASONS`.
+        budget_bytes: bytes that the program could use, at the end of the search.
+        peak_bytes: peak of live bytes at that size; None without a reading.
+        device: where the trials ran ("cuda:0", "cpu").
+        strategy: how sizes were chosen ("guided", "bisect", ...).
+        elapsed_s: seconds of the search, those of an earlier run that it resumed included.
+        trials_resumed: how many of the trials are from the file that the search resumed.
+        batchfit_version: version of batchfit that searched.
+        torch_version: version of torch that ran the trials.
+        from_store: the size was found earlier, and one trial confirmed it now.
+        stored_age_s: seconds since then; None without a stored size.
+        shrunk_from_bytes: the budget when the search began, where other programs took memory meanwhile; else
+            None.
+        samples: samples in the workload's dataset, of several ranks in the smallest one; None without a
+            dataset.
     """
 
     kind: Literal["fit"] = "fit"
@@ -175,7 +207,12 @@ def few_samples(batch_size: int, samples: int | None) -> str:
 
 
 def trial_row(trial: Trial, budget_bytes: int | None) -> tuple[str, ...]:
-    """A trial as the cells of one table row (shared by text, HTML and the live progress)."""
+    """A trial as the cells of one table row (shared by text, HTML and the live progress).
+
+    Args:
+        trial: the trial.
+        budget_bytes: the budget, for the share of it; None: no share.
+    """
 
     def amount(count: int | None) -> str:
         return "-" if count is None else format_bytes(count)

@@ -23,7 +23,13 @@ ANSWER_COLUMNS = ("budget", "batch size", "peak", "of budget")
 
 
 class Point(Result):
-    """Predicted memory at one size, without a limit: live blocks, and what the allocator would take."""
+    """Predicted memory at one batch size, without a limit.
+
+    Attributes:
+        size: samples of one forward and backward.
+        peak_bytes: peak of live bytes.
+        reserved_bytes: what the caching allocator would reserve.
+    """
 
     size: int
     peak_bytes: int
@@ -31,9 +37,14 @@ class Point(Result):
 
 
 class Answer(Result):
-    """The predicted largest size under one budget; 0 where not even one sample fits.
+    """The predicted largest batch size under one budget.
 
-    `reason` says why no larger size is answered, where much of the budget is left.
+    Attributes:
+        budget_bytes: the budget.
+        batch_size: the largest size per process; 0 where not even one sample fits.
+        peak_bytes: predicted peak of live bytes at that size.
+        name: the GPU's name, where the budget is a GPU's.
+        reason: why no larger size fits, where much of the budget is left; else empty.
     """
 
     budget_bytes: int
@@ -44,11 +55,34 @@ class Answer(Result):
 
 
 class Prediction(Result):
-    """What `predict_batch_size` answers: the largest size, and memory at any size. Nothing was run.
+    """What `predict_batch_size` answers: the largest batch size, and memory at any size. Nothing was run.
 
-    `based_on` says how: "no GPU", "GPU, not run" or "calibrated" (two small sizes were run). `margin` is
-    the share of the budget that was left free. `unseen` names what the trace could not see. `samples`: how
-    many samples the dataset has, where the workload was made with one; of several ranks the smallest one.
+    Attributes:
+        kind: "prediction": what tells this result from others in a file.
+        schema_version: version of the JSON schema.
+        batch_size: the largest size per process under the first budget; 0 where not even one sample fits.
+        budget_bytes: the first budget.
+        peak_bytes: predicted peak of live bytes at that size.
+        peak_phase: the phase of that peak ("forward", "backward", "optimizer", ...).
+        peak_operation: the operation at that peak; empty where it is not known.
+        margin: the share of the budget that was left free.
+        based_on: "no GPU", "GPU, not run", or "calibrated" (two small sizes were run).
+        card: the GPU whose kernels were assumed.
+        card_measured: whether batchfit's figures for that GPU were measured on one, not taken from its data
+            sheet.
+        answers: one entry per budget, in the order in which they were given.
+        curve: memory at some sizes, for charts and for `peak_bytes_at`.
+        knees: sizes from which another moment of the step is the peak.
+        unseen: caveats: what the trace could not see, each as a sentence.
+        check: how far the fitted lines were from a trace that checks them, as a share of the peak.
+        trace_sizes: batch sizes that were traced.
+        trials: the small runs of a calibration; empty where nothing was run.
+        trace_s: seconds of tracing.
+        elapsed_s: seconds of the whole prediction.
+        batchfit_version: version of batchfit that predicted.
+        torch_version: version of torch that was traced.
+        samples: samples in the workload's dataset, of several ranks in the smallest one; None without a
+            dataset.
     """
 
     kind: Literal["prediction"] = "prediction"
@@ -76,7 +110,17 @@ class Prediction(Result):
     samples: int | None = None
 
     def peak_bytes_at(self, size: float) -> int:
-        """Predicted peak of live bytes at any size: between the points of `curve`, and on from the last."""
+        """Predicted peak of live bytes at any size: between the points of `curve`, and on from the last.
+
+        Args:
+            size: a batch size per process; it need not be whole.
+
+        Returns:
+            Bytes, between the points of `curve` and along its last line beyond them.
+
+        Raises:
+            ValueError: `size` is no positive number, or the prediction has no curve.
+        """
         if type(size) not in (int, float) or not 0 < size < math.inf:
             raise ValueError(f"size must be a positive number, not {size!r}")
         points = self.curve
@@ -133,7 +177,19 @@ class Prediction(Result):
 
 
 class Holder(Result):
-    """What holds a part of the peak: a kind of memory, a module, or a source line."""
+    """What holds a part of the peak: a kind of memory, a module, or a source line.
+
+    Attributes:
+        name: the kind, the module's path, or "file.py:line".
+        peak_bytes: bytes that it holds at the peak.
+        share: those bytes as a share of the peak.
+        count: blocks that these bytes are made of.
+        kinds: its bytes by kind ("weights", "gradients", "optimizer", "activations", "batch", "workspaces",
+            "temporaries").
+        repeats: alike modules that share this entry ("transformer.h.*").
+        operations: the operations that made the most of it, the most first.
+        parts: what it consists of, where that says more.
+    """
 
     name: str
     peak_bytes: int
@@ -146,7 +202,17 @@ class Holder(Result):
 
 
 class WhatIf(Result):
-    """One change, and the largest batch with it: traced, not guessed."""
+    """One change, and the largest batch with it: traced, not guessed.
+
+    Attributes:
+        change: what is changed ("activation checkpointing of each of 12 GPT2Block").
+        how: the code to write for it.
+        largest_before: the largest batch size per process without it; None where no budget is known.
+        largest_after: the largest batch size per process with it; None where no budget is known.
+        peak_bytes_before: peak of live bytes without it, at the explained size.
+        peak_bytes_after: the same with it.
+        cost: what it costs besides ("one more forward pass"); empty where that is nothing.
+    """
 
     change: str  # "activation checkpointing of each of 12 GPT2Block"
     how: str  # what to write
@@ -169,7 +235,13 @@ class WhatIf(Result):
 
 
 class Moment(Result):
-    """Live bytes at one moment of a step, by kind."""
+    """Live bytes at one moment of a step, by kind.
+
+    Attributes:
+        at: the number of the event in the step.
+        phase: the phase it is in.
+        kinds: live bytes by kind.
+    """
 
     at: int  # the number of the event in the step
     phase: str
@@ -177,7 +249,31 @@ class Moment(Result):
 
 
 class MemoryExplanation(Result):
-    """What `explain_memory` answers: what holds the peak of a step, and what would change it."""
+    """What `explain_memory` answers: the memory breakdown at the peak of a step, and what would change it.
+
+    Attributes:
+        kind: "memory": what tells this result from others in a file.
+        schema_version: version of the JSON schema.
+        batch_size: the size per process that is explained.
+        budget_bytes: bytes that the program may use; None where none is known.
+        largest: the largest size per process within the budget, as things are; None without a budget.
+        peak_bytes: peak of live bytes.
+        reserved_bytes: what the caching allocator would reserve.
+        peak_phase: the phase of the peak.
+        peak_operation: the operation at the peak.
+        peak_source: its source line.
+        card: the GPU whose kernels were assumed.
+        based_on: how it was predicted, as in `Prediction.based_on`.
+        kinds: the peak by kind of memory ("weights", "gradients", "optimizer", "activations", ...).
+        modules: the peak by module, the largest first.
+        lines: the peak by source line, the largest first.
+        what_ifs: changes that were traced, the largest gain first.
+        timeline: live bytes over one step, for a chart.
+        unseen: caveats: what the trace could not see, each as a sentence.
+        elapsed_s: seconds that it took.
+        batchfit_version: version of batchfit that traced.
+        torch_version: version of torch that was traced.
+    """
 
     kind: Literal["memory"] = "memory"
     schema_version: int = SCHEMA_VERSION

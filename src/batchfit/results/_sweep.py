@@ -36,12 +36,29 @@ Stage = Literal["factory", "search", "measure"]
 
 
 class SweepRecord(Result):
-    """One configuration: its knobs, the size that was used, the measures, and how it went.
+    """One configuration of a sweep: its knobs, the batch size that was used, the measures, and how it went.
 
-    `batch_size_used` is None where no size was found. `error` is the type and the text of what went wrong,
-    in `failed_in`, at the user's line `error_at` where there is one. `measure_sizes` are the sizes at which
-    the measurement was tried: more than one where it ran out of memory (`measure_retries`).
-    `device_model` and `device_bytes` are what the device is and all the memory it has.
+    Attributes:
+        knobs: the values of its knobs, by name.
+        batch_size_used: the size per process; None where none was found.
+        measures: what the measurement returned, by name.
+        error: type and text of what went wrong; None where nothing did.
+        error_at: the line of your code where it did; None where there is none.
+        failed_in: "factory", "search" or "measure"; None where nothing failed.
+        estimate: the size that the estimate named; None without one.
+        start: the first size that the search was given; None without one.
+        trials: all trials of the search.
+        survived_steps: steps of the longest trial at the size used.
+        stopped_because: why the search ended: a key of `batchfit.results.REASONS`.
+        peak_bytes: peak of live bytes at the size used; None without a reading.
+        budget_bytes: bytes that the program could use; None where no search ran.
+        device: where it ran ("cuda:0", "cpu").
+        device_model: what the device is ("NVIDIA H200"); empty on a CPU.
+        device_bytes: all memory of the device; None where it is not known.
+        measure_sizes: sizes at which the measurement was tried: more than one where it was out of memory.
+        find_s: seconds of the search.
+        measure_s: seconds of the measurement.
+        elapsed_s: seconds of all of it.
     """
 
     knobs: dict[str, Any]
@@ -114,7 +131,12 @@ class SweepRecord(Result):
 
 
 class SkippedConfiguration(Result):
-    """A configuration that is not run, and why."""
+    """A configuration that is not run, and why.
+
+    Attributes:
+        knobs: the values of its knobs, by name.
+        reason: why it was not run.
+    """
 
     knobs: dict[str, Any]
     reason: str
@@ -123,9 +145,14 @@ class SkippedConfiguration(Result):
 class SweepResult(Result):
     """What `sweep` answers, and what its file holds after each configuration.
 
-    `summary` has one flat entry a configuration: its knobs, `batch_size_used`, the measures, `error`.
-    `records` has all there is to know. `planned` counts the configurations that are to be run: a sweep that
-    was stopped has fewer records.
+    Attributes:
+        kind: "sweep": what tells this result from others in a file.
+        schema_version: version of the JSON schema.
+        planned: configurations that are to be run; a sweep that was stopped has fewer records.
+        records: all there is to know of each configuration, in order.
+        skipped: configurations that are not run.
+        settings: what the sweep was asked for, for a later `resume`.
+        environment: versions of batchfit, torch and Python.
     """
 
     kind: Literal["sweep"] = "sweep"
@@ -169,7 +196,17 @@ class SweepResult(Result):
         return (*names, "error")
 
     def at(self, **knobs: Any) -> SweepRecord:
-        """The record of one configuration: `result.at(max_crops=12)`."""
+        """The record of one configuration: `result.at(max_crops=12)`.
+
+        Args:
+            **knobs: the value of every knob.
+
+        Returns:
+            The record of that configuration.
+
+        Raises:
+            ValueError: no record has these knobs.
+        """
         for record in self.records:
             if record.key == key_of(knobs):
                 return record
@@ -177,7 +214,11 @@ class SweepResult(Result):
         raise ValueError(f"knobs must be those of a record ({known}), not {label(knobs)}")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the summary as CSV, whole or not at all."""
+        """Write the summary as CSV, whole or not at all.
+
+        Args:
+            path: the file; it is replaced.
+        """
         stream = io.StringIO()
         writer = csv.DictWriter(stream, self.columns, lineterminator="\n")
         writer.writeheader()
@@ -188,6 +229,12 @@ class SweepResult(Result):
         """The summary as a pandas DataFrame, with throughput, peak memory and the number of trials.
 
         A knob or a measure that is called like one of these columns stands there in its place.
+
+        Returns:
+            A `pandas.DataFrame` with one row per configuration.
+
+        Raises:
+            ImportError: pandas is not installed.
         """
         try:
             import pandas  # type: ignore[import-untyped, unused-ignore]
@@ -209,7 +256,11 @@ class SweepResult(Result):
         return pandas.DataFrame(rows, columns=list(dict.fromkeys((*self.columns, *extra))))
 
     def without_timings(self) -> dict[str, Any]:
-        """All of it but seconds: what is the same when a sweep is run again, or was interrupted."""
+        """All of it but seconds: what is the same when a sweep is run again, or was interrupted.
+
+        Returns:
+            A dict as `to_json` would write, without the fields that are seconds.
+        """
         kept: dict[str, Any] = _timeless(self.model_dump(mode="json"))
         return kept
 

@@ -16,15 +16,30 @@ from batchfit.results._base import SCHEMA_VERSION, Result
 
 
 class ThroughputPoint(Result):
-    """What was measured at one size.
+    """What was measured at one batch size per process.
 
-    `step_s` is the median of `steps_timed` steps once the times had settled, and `step_s_low` to
-    `step_s_high` its 95 % confidence interval. `steady`: that interval is as narrow as was asked for, and the
-    times show no trend. `first_step_s` is the first step at this size, which pays for plans, compilation and
-    autotuning. `host_s` is how long the host took to issue a step (None on a CPU, where host and device are
-    one). `gain` is how many times as many samples per second as at half the size, read off the points
-    measured: 2 is a doubling that pays in full, 1 one that pays nothing. `flops_share` is the share of the
-    device's peak for the precision used. With several ranks `samples_per_s` is that of all of them.
+    Attributes:
+        size: samples of one forward and backward in one process.
+        step_s: median seconds of a step, once the times had settled.
+        step_s_low: lower end of its 95 % confidence interval.
+        step_s_high: upper end of that interval.
+        samples_per_s: samples per second of all ranks together.
+        tokens_per_s: tokens per second of all ranks together; None where the tokens of a sample are not
+            known.
+        peak_bytes: peak of live bytes; None without a reading.
+        reserved_bytes: peak of what the caching allocator reserved; None without a reading.
+        alloc_retries: how often the allocator released its cache and tried again.
+        flops_per_s: floating-point operations per second; None where they cannot be counted.
+        flops_share: that as a share of the device's peak for the precision used; None where it is not known.
+        steps_timed: steps that the median is of.
+        steps_warmed: steps before them.
+        steady: the interval is as narrow as was asked for, and the times show no trend.
+        first_step_s: seconds of the first step at this size, which pays for plans, compilation and
+            autotuning.
+        host_s: seconds that the host took to issue a step; None on a CPU.
+        recompilations: how often torch.compile compiled at this size.
+        gain: throughput over that at half the size: 2 is a doubling that pays in full, 1 one that pays
+            nothing.
     """
 
     size: int = Field(ge=1)
@@ -58,10 +73,16 @@ BottleneckKind = Literal[
 
 
 class Bottleneck(Result):
-    """One thing that limits throughput, with the figures that say so and what to change.
+    """One thing that limits throughput, with its evidence and what to change.
 
-    `share` is the part of a step's time that goes there, where it is a part of the time. "compute-bound" is
-    what a healthy program is once the batch is large enough: the device is busy with arithmetic.
+    "compute-bound" is what a healthy program is once the batch is large enough.
+
+    Attributes:
+        kind: "data-bound", "host-bound", "memory-bound", "shape-bound", "sync-bound" or "compute-bound".
+        share: the part of a step's time that goes there; None where it is no part of the time.
+        evidence: the figures that say so.
+        advice: what to change.
+        size: the batch size per process at which it was seen; None where it holds for all.
     """
 
     kind: BottleneckKind
@@ -72,7 +93,15 @@ class Bottleneck(Result):
 
 
 class Accumulation(Result):
-    """How a target batch that does not fit is made of microbatches. It adds no throughput."""
+    """How a target batch that does not fit is made of microbatches. It adds no throughput.
+
+    Attributes:
+        target_batch_size: the global batch that was asked for.
+        microbatch_size: samples of one forward and backward in one process.
+        microbatches: how many per optimizer step and rank; the last one may be smaller.
+        samples_per_s: throughput at that microbatch size; the target batch runs no faster.
+        advice: what to write.
+    """
 
     target_batch_size: int
     microbatch_size: int
@@ -82,11 +111,29 @@ class Accumulation(Result):
 
 
 class ThroughputProfile(Result):
-    """What `profile_throughput` answers: throughput by size, the size to use, and what holds it back.
+    """What `profile_throughput` answers: throughput by batch size, the size to use, and the bottleneck.
 
-    `recommended` is the smallest measured size within `within` of the best throughput, as far as the times
-    are known (`doubt` says where they are not), `largest` the largest size that was measured and `limit`
-    about the largest that memory allows, where that is known. `too_large` are sizes that ran out of memory.
+    Attributes:
+        kind: "throughput": what tells this result from others in a file.
+        schema_version: version of the JSON schema.
+        points: what was measured, by size.
+        recommended: the smallest measured size per process within `within` of the best throughput.
+        largest: the largest size that was measured.
+        limit: about the largest size that memory allows; None where that is not known.
+        within: how far from the best throughput the recommended size may be, as a share.
+        reason: why that size is recommended, as a sentence.
+        diagnosis: what limits throughput there, the most important first.
+        accumulation: how to reach the target batch; None where none was asked for, or it fits.
+        too_large: sizes that were out of memory.
+        stopped_because: "measured", or what ended the profile early.
+        budget_bytes: bytes that the program could use.
+        device: where it ran ("cuda:0", "cpu").
+        device_model: what the device is ("NVIDIA H200"); empty on a CPU.
+        world_size: ranks that ran together.
+        notes: caveats, each as a sentence.
+        elapsed_s: seconds that it took.
+        batchfit_version: version of batchfit that measured.
+        torch_version: version of torch that ran.
     """
 
     kind: Literal["throughput"] = "throughput"
@@ -111,7 +158,17 @@ class ThroughputProfile(Result):
     torch_version: str = ""
 
     def at(self, size: int) -> ThroughputPoint:
-        """The point measured at that size."""
+        """The point measured at that size.
+
+        Args:
+            size: a batch size per process that was measured.
+
+        Returns:
+            Its point.
+
+        Raises:
+            ValueError: that size was not measured.
+        """
         for point in self.points:
             if point.size == size:
                 return point

@@ -281,6 +281,14 @@ def test_peaks_start_again_from_what_is_held() -> None:
         ),
         ("large_segment_size_mb:32", AllocatorSettings(large_segment_bytes=32 * MIB)),
         ("max_non_split_rounding_mb:40", AllocatorSettings(max_non_split_rounding_bytes=40 * MIB)),
+        ("backend:cudaMallocAsync", AllocatorSettings(not_replayed=("backend",))),
+        ("backend:native,throw_on_cudamalloc_oom:False", AllocatorSettings()),
+        (
+            "throw_on_cudamalloc_oom:True,expandable_segments_reserve_by_class:[a:0.5]",
+            AllocatorSettings(
+                not_replayed=("throw_on_cudamalloc_oom", "expandable_segments_reserve_by_class")
+            ),
+        ),
     ],
 )
 def test_settings_are_read(text: str, rules: AllocatorSettings) -> None:

@@ -88,6 +88,7 @@ class TestHelp:
         [
             ("--help",),
             ("find", "--help"),
+            ("run", "--help"),
             ("predict", "--help"),
             ("explain", "-h"),
             ("doctor", "-h"),
@@ -110,6 +111,7 @@ class TestHelp:
         [
             (),
             ("find",),
+            ("run",),
             ("predict",),
             ("explain",),
             ("profile",),
@@ -129,7 +131,7 @@ class TestHelp:
 
     def test_no_line_is_wider_than_a_terminal_shows(self) -> None:
         texts = [value for name, value in vars(help_texts).items() if name.endswith("_HELP")]
-        assert len(texts) == 10
+        assert len(texts) == 11
         for line in "\n".join([*texts, schedule_flags.HELP, schedule_flags.SHOW_HELP]).splitlines():
             assert len(line) <= 78, line  # of 80, a space on either side
 

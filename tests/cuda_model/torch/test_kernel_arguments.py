@@ -44,6 +44,14 @@ def test_torch_is_asked_whether_its_kernel_takes_grouped_heads() -> None:
     assert attention.efficient_takes_groups() is (running >= since)
 
 
+def test_torch_is_asked_whether_it_fuses_queries_of_three_dimensions() -> None:
+    running = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert attention.fuses_three_dimensions() is (running >= (2, 14))
+    with FakeTensorMode():  # as in a trace
+        attention.fuses_three_dimensions.cache_clear()
+        assert attention.fuses_three_dimensions() is (running >= (2, 14))
+
+
 def test_gradients_of_grouped_heads_are_made_for_each_head_first() -> None:
     rule = RULES[private_aten("_scaled_dot_product_efficient_attention_backward.default")]
     with FakeTensorMode():

@@ -6,8 +6,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._find.pure.search import Observation, Search, run
-from batchfit._find.pure.shared_device import SLACK_BYTES, SLACK_SHARE, SharedBudget, under
+from batchfit._find.pure.search import SLACK_BYTES, SLACK_SHARE, Observation, Search, SharedBudget, run
 
 MiB = 2**20
 
@@ -61,10 +60,10 @@ def test_what_ran_with_more_is_forgotten_and_what_failed_is_not() -> None:
         Observation(size=2, fits=True),  # nothing was read
     ):
         search = search.tell(observation)
-    smaller = under(search, 500)
+    smaller = search.under(500)
     assert [one.size for one in smaller.observations] == [1, 50, 99, 2]
     assert (smaller.budget_bytes, smaller.predicted, smaller.max_trials) == (500, None, 7)
-    same = under(search, 1000)
+    same = search.under(1000)
     assert same == search, "nothing took more than the budget"
 
 
@@ -83,7 +82,7 @@ def test_a_search_whose_budget_drops_ends_below_it(
     trials = 0
     while search.ask() is not None:
         if trials in drops:
-            search = under(search, int((search.budget_bytes or 0) * drops[trials]))
+            search = search.under(int((search.budget_bytes or 0) * drops[trials]))
         request = search.ask()
         if request is None:
             break
@@ -109,7 +108,7 @@ def test_max_trials_counts_trials_that_are_forgotten() -> None:
     search = Search(budget_bytes=10_000, max_trials=4)
     for size in (1, 30, 60):
         search = search.tell(Observation(size=size, fits=True, allocated_bytes=100 * size))
-    search = under(search, 2000)
+    search = search.under(2000)
     assert [one.size for one in search.observations] == [1]
     ended = run(
         search, lambda request: Observation(size=request.size, fits=request.size <= 20, soak=request.soak)
@@ -122,7 +121,7 @@ def test_attempts_count_sizes_that_are_forgotten() -> None:
     search = Search(strategy="grow", start=10, attempts=5, budget_bytes=10_000)
     for size, soak in ((10, False), (30, True), (30, False), (60, False)):
         search = search.tell(Observation(size=size, fits=True, soak=soak, allocated_bytes=100 * size))
-    search = under(search, 2000)
+    search = search.under(2000)
     assert [one.size for one in search.observations] == [10]
     ended = run(
         search, lambda request: Observation(size=request.size, fits=request.size <= 20, soak=request.soak)
@@ -133,5 +132,5 @@ def test_attempts_count_sizes_that_are_forgotten() -> None:
 
 def test_a_search_that_has_used_its_limits_up_gets_one_more_size() -> None:
     search = Search(strategy="grow", start=30, attempts=1, max_trials=1, budget_bytes=10_000, soak=False)
-    search = under(search.tell(Observation(size=30, fits=True, allocated_bytes=3000)), 2000)
+    search = search.tell(Observation(size=30, fits=True, allocated_bytes=3000)).under(2000)
     assert (search.observations, search.attempts, search.max_trials) == ((), 1, 1)

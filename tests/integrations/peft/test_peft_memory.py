@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 
 import batchfit  # noqa: E402
 from batchfit._engine.allocator.gpus import gpu_named  # noqa: E402
-from batchfit._engine.trace.trace import trace  # noqa: E402
-from batchfit._engine.trace.workload import rules_for, unseen  # noqa: E402
+from batchfit._engine.trace.trace import trace, unseen  # noqa: E402
+from batchfit._engine.trace.workload import rules_for  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries say about each other
 LEAVES_BYTES = 2**21  # tables of bitsandbytes and torchao

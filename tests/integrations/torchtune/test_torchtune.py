@@ -20,6 +20,7 @@ pytest.importorskip("torchtune", reason="needs torchtune")
 import tiny_torchtune
 import torch
 from omegaconf import OmegaConf
+from public_api import gaps, public
 from tiny_torchtune import tiny_config, write_checkpoint
 
 import batchfit
@@ -510,3 +511,8 @@ def test_tune_run(named: str, folder: Path) -> None:
     said = done.stdout + done.stderr
     assert said.count(f"use_maximum_batch_size: batch_size is {size} (the config says 2)") == 1
     assert (folder / "out" / "epoch_0").is_dir()
+
+
+def test_every_public_name_has_a_sentence() -> None:
+    found = public((ours.__name__,))
+    assert [gap for address, value in found.items() for gap in gaps(address, value)] == []

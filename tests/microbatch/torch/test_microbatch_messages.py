@@ -16,7 +16,6 @@ from torch.nn import functional
 import batchfit
 from batchfit import Microbatcher, MicrobatchEvent
 from batchfit._engine.sizing.memory_budget import whole_sentences
-from batchfit._engine.snapshot.coverage import Coverage
 from batchfit.errors import NothingFitsError
 from batchfit.testing import FakeDevice, faulty
 
@@ -98,19 +97,19 @@ def test_tensors_that_are_no_parameters() -> None:
 
 def test_the_graph_is_walked_once_for_a_function_that_is_made_anew() -> None:
     model = nn.Linear(3, 1)
-    coverage = Coverage()
+    context = context_of(Microbatcher(model))
     checks = []
     for _ in range(3):
         fn = lambda micro: model(micro).mean()  # noqa: E731
-        checks.append(coverage.check_of([fn], list(model.parameters()), "backward"))
+        checks.append(context.graph_check([fn], list(model.parameters()), "backward"))
         if checks[-1] is not None:
             checks[-1]([fn(torch.ones(1, 3))])
     assert checks[0] is not None
     assert checks[1:] == [None, None]
-    other = coverage.check_of([lambda micro: model(micro).sum()], list(model.parameters()), "backward")
+    other = context.graph_check([lambda micro: model(micro).sum()], list(model.parameters()), "backward")
     assert other is not None
     model.bias.requires_grad_(False)
-    assert coverage.check_of([fn], [model.weight], "backward") is not None
+    assert context.graph_check([fn], [model.weight], "backward") is not None
 
 
 def test_the_same_code_with_another_module_is_inspected_again() -> None:

@@ -354,9 +354,11 @@ def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
     assert not [note for note in fixed.unseen if "expandable" in note]
     (caveat,) = [note for note in grown.unseen if note.startswith("expandable segments: replayed")]
     assert "for the GPU's own memory" in caveat
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,per_process_memory_fraction:0.5")
+    set_to = "expandable_segments:True,per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", set_to)
     capped = predict(work, gpu="h200", budget=GIB)
     assert capped.batch_size < grown.batch_size, "torch asks the cap about the whole request"
+    assert "throw_on_cudamalloc_oom not replayed" in capped.unseen[-2]
     assert "under a memory fraction" in capped.unseen[-1]
 
 
@@ -426,7 +428,7 @@ def test_a_calibration_runs_within_what_is_there_whatever_is_asked_about() -> No
     work = wide()
     traced = trace_workload(work, rules=rules_for(work), budget_bytes=1000 * GIB)
     with batchfit.virtual_memory("256MiB"):
-        _, trials = calibration(traced, allocator_rules(), budget_bytes=1000 * GIB)
+        _, trials = calibration(work, traced, allocator_rules(), budget_bytes=1000 * GIB)
     assert [trial.outcome for trial in trials] == ["fits", "fits"]
 
 

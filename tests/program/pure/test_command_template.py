@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchfit._program.pure.template import CommandTemplate, FileSetting
+from batchfit._program.pure.template import CommandTemplate, FileSetting, isolating_flag
 
 
 def template(*words: str, env: tuple[str, ...] = (), sets: tuple[str, ...] = ()) -> CommandTemplate:
@@ -60,3 +60,20 @@ def test_a_setting_that_names_no_place_in_a_file(text: str) -> None:
 
 def test_one_node_is_no_reason() -> None:
     assert template("torchrun", "--nnodes", "1", "t.py", "{}").command(2)[-1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("python -I train.py {}", "-I"),
+        ("env A=1 /usr/bin/python3.12 -u -sE -m train {}", "-sE"),
+        ("python -S -c 'x'", "-S"),
+        ("python -m train -I", ""),
+        ("python train.py -E", ""),
+        ("python -W ignore::Error -u train.py -I", ""),
+        ("python -X importtime=S train.py", ""),
+        ("torchrun -I train.py", ""),
+    ],
+)
+def test_a_python_that_no_probe_can_reach(command: str, flag: str) -> None:
+    assert isolating_flag(command.split()) == flag

@@ -24,8 +24,8 @@ from batchfit._engine.allocator.footprint import Trace
 from batchfit._engine.torch_private import storage
 from batchfit._engine.trace import blocks
 from batchfit._engine.trace.blocks import Blocks
-from batchfit._engine.trace.trace import trace
-from batchfit._engine.trace.workload import rules_for, unseen
+from batchfit._engine.trace.trace import trace, unseen
+from batchfit._engine.trace.workload import rules_for
 
 WIDTH = 4
 Step = Callable[[Tensor, nn.Module], Tensor]

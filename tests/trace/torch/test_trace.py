@@ -30,8 +30,8 @@ import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.cuda_model import attention, sequences
-from batchfit._engine.trace.trace import trace
-from batchfit._engine.trace.workload import glance, rules_for, trace_workload, unseen
+from batchfit._engine.trace.trace import trace, unseen
+from batchfit._engine.trace.workload import glance, rules_for, trace_workload
 from batchfit._engine.workload.reachable import reach_of
 from batchfit.errors import UntraceableError
 from conftest import need
@@ -747,6 +747,27 @@ def test_what_torch_is_asked_once_is_no_part_of_the_first_trace() -> None:
     work = batchfit.training(nn.Linear(8, 8), None, loss, lambda n: torch.randn(n, 5, 8))
     attention.efficient_takes_groups.cache_clear()
     assert traced(work) == traced(work)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_over_three_dimensions_goes_where_this_torch_sends_it(
+    monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    """Torch 2.14 runs it as the heads of one sample; others by products and a softmax of all scores."""
+    monkeypatch.setattr(attention, "fuses_three_dimensions", lambda: fused)
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        heads = model(batch)
+        mask = heads.new_zeros(64, 64)
+        out = F.scaled_dot_product_attention(heads, heads, heads, mask)
+        assert out.shape == heads.shape
+        return out.sum()
+
+    work = batchfit.training(nn.Linear(16, 16), None, loss, lambda n: torch.randn(n, 64, 16))
+    found = trace(work, 2, rules=rules_for(work, gpu_named("a100-80gb")), steps=1)
+    operations = {origin.operation for origin in found.origins}
+    assert any("efficient_attention" in one for one in operations) is fused
+    assert any("softmax" in one for one in operations) is not fused
 
 
 def test_a_mask_of_truths_becomes_numbers_as_torch_does_it() -> None:

@@ -101,28 +101,44 @@ def options_of(flags: Mapping[str, Any], *, store_asked: bool = False) -> FindOp
         raise wrong_flag(error, "find") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class EndedSearch:
+    """A search that has ended: its answer, the exit code, whether its rows stand on the terminal."""
+
+    fit: FitResult
+    code: Code
+    rows_stand: bool
+
+
 def run_job(job: SearchJob, *, as_json: bool, output: Path | None) -> Code:
     """Make the workload, search, show and save the answer; how it ended."""
-    options, code = job.options, Code.FOUND
-    fit: FitResult | None
     with stdout_for_results(alone=as_json) as stdout:
-        progress = progress_here(steps=options.steps, soak_steps=options.soak_steps)
-        watch = SearchWatch(progress)
-        try:
-            with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
-                fit = _search(job, watch, progress)
-        except KeyboardInterrupt as stop:
-            code = interrupt_code(stop)
-            fit = watch.partial(options.search())
-        if fit is None:
-            if watch.trials and not watch.device:
-                kept = options.resume
-                raise CommandFailed(code, f"interrupted before a trial; the search so far is in {kept}")
-            raise CommandFailed(code, f"interrupted after {len(watch.trials)} trials, before any size ran")
+        ended = search_job(job)
         if speaks():
             with uninterrupted():
-                _deliver(job, fit, stdout, as_json=as_json, output=output, rows_stand=progress.draws_rows)
-    return code
+                rows = ended.rows_stand
+                _deliver(job, ended.fit, stdout, as_json=as_json, output=output, rows_stand=rows)
+    return ended.code
+
+
+def search_job(job: SearchJob) -> EndedSearch:
+    """Make the workload and search; an interrupt leaves what was found, if anything was."""
+    options, code = job.options, Code.FOUND
+    fit: FitResult | None
+    progress = progress_here(steps=options.steps, soak_steps=options.soak_steps)
+    watch = SearchWatch(progress)
+    try:
+        with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
+            fit = _search(job, watch, progress)
+    except KeyboardInterrupt as stop:
+        code = interrupt_code(stop)
+        fit = watch.partial(options.search())
+    if fit is None:
+        if watch.trials and not watch.device:
+            kept = options.resume
+            raise CommandFailed(code, f"interrupted before a trial; the search so far is in {kept}")
+        raise CommandFailed(code, f"interrupted after {len(watch.trials)} trials, before any size ran")
+    return EndedSearch(fit=fit, code=code, rows_stand=progress.draws_rows)
 
 
 def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> FitResult:

@@ -14,6 +14,7 @@ from batchfit._cli.commands.find import SearchJob, options_of, run_job, show_dev
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.output import check_writable
 from batchfit._cli.traced import Delivery, wrong_flag
+from batchfit._program.pure.stored_name import StoredName
 from batchfit._program.pure.template import CommandTemplate, FileSetting
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from batchfit._cli.progress import ProgressDisplay
     from batchfit._cli.search_watch import SearchWatch
+    from batchfit._find.pure.options import FindOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ def find_in_program(call: ProgramCall) -> Code:
     if call.flags.get("resume") is not None:
         check_writable(Path(call.flags["resume"]), name="resume")
     template = call.template("find")
-    if call.flags.get("key") is not None or call.flags.get("fresh"):
-        raise wrong_flag(
-            ValueError("key and fresh must be left out for a command, which has no store"), "find"
-        )
-    options = options_of({**call.flags, "isolate": True, "store": False})
+    options, stored = program_options(call.flags, "find")
     call.delivery.check()
+    job = program_job(template, options, stored)
+    return run_job(job, as_json=call.delivery.as_json, output=call.delivery.output)
+
+
+def program_job(template: CommandTemplate, options: FindOptions, stored: StoredName | None) -> SearchJob:
+    """The search over a command's sizes, to be run."""
 
     def trials(watch: SearchWatch, progress: ProgressDisplay) -> Any:
         from batchfit._program.find import program_trials
@@ -65,7 +69,7 @@ def find_in_program(call: ProgramCall) -> Code:
             on_device=partial(show_device, job, watch, progress),
             on_step=watch.step,
         )
-        return program_trials(target, options)
+        return program_trials(target, options, stored)
 
     job = SearchJob(
         what=template.shown_template(),
@@ -75,7 +79,16 @@ def find_in_program(call: ProgramCall) -> Code:
         trials=trials,
         use=template.shown,
     )
-    return run_job(job, as_json=call.delivery.as_json, output=call.delivery.output)
+    return job
+
+
+def program_options(flags: Mapping[str, Any], command: str) -> tuple[FindOptions, StoredName | None]:
+    """The options of a search over a command, and how its answer is remembered; wrong ones are refused."""
+    # Checked as those of a workload here: in a child there is nothing to make a key from, and here there is.
+    options_of({**flags, "isolate": False, "timeout_s": None})
+    options = options_of({**flags, "isolate": True, "store": False, "key": None, "fresh": False})
+    key, fresh = flags.get("key"), flags.get("fresh", False)
+    return options, None if key is None and not flags.get("store") else StoredName(key=key, fresh=fresh)
 
 
 def _no_workload() -> NoReturn:

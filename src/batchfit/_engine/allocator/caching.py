@@ -55,6 +55,9 @@ SEGMENT_GRAIN = 2 * MIB
 OWN_SEGMENT = 10 * MIB  # from here on a request has a segment of its own
 # Divisions are set for each power of two from 1 MiB to 32 GiB; what lies outside takes the nearest.
 DIVISION_STEPS = 16
+# Settings that change what fits and are not replayed, with what changes nothing (reserves: 2.15).
+_NOT_REPLAYED = {"backend": "native", "throw_on_cudamalloc_oom": "False", "expandable_segments_reserve": ""}
+_NOT_REPLAYED |= {"expandable_segments_reserve_by_class": ""}
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)")
 
 _ENDLESS = 1 << 100
@@ -77,6 +80,7 @@ class AllocatorSettings:
     max_non_split_rounding_bytes: int | None = None  # None: as large_segment_bytes
     # Whether the capacity is a cap (a memory fraction below 1, set by key or by call) or the GPU's memory.
     capped: bool = False
+    not_replayed: tuple[str, ...] = ()  # settings of the environment that are a caveat
 
     def __post_init__(self) -> None:
         # What PyTorch refuses too. With it, a free block of max_split_size or more is always a whole segment.
@@ -110,6 +114,9 @@ class AllocatorSettings:
                 large_segment_bytes=_parse_mib(found.get("large_segment_size_mb")) or 20 * MIB,
                 max_non_split_rounding_bytes=_parse_mib(found.get("max_non_split_rounding_mb")),
                 capped=float(found.get("per_process_memory_fraction", 1.0)) < 1.0,
+                not_replayed=tuple(
+                    key for key, plain in _NOT_REPLAYED.items() if found.get(key, plain) != plain
+                ),
             )
         except ValueError as error:
             raise ValueError(

@@ -2,7 +2,8 @@
 
 Rules: kernels are distinguished as far as they differ in memory. Measured is torch 2.11 on an H200. Since
 2.12 cuDNN's kernel is left to flash where dropout is no multiple of 1/16, before 2.11 wherever cuDNN was old:
-both take the same memory there. Since 2.14 the memory-efficient kernel takes grouped heads: torch is asked.
+both take the same memory there. Since 2.14 the memory-efficient kernel takes grouped heads, and fused kernels
+take queries of three dimensions: torch is asked.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.workspaces import LOW
+from batchfit._engine.torch_private.dispatch import unseen
 
 aten: Any = torch.ops.aten
+_MATH = int(SDPBackend.MATH.value)
 
 
 def backend(gpu: Gpu, query: Any, key: Any, value: Any, mask: Any, *, grouped: bool) -> str:
@@ -70,6 +74,30 @@ def efficient_takes_groups() -> bool:
         query, query, key, key, None, query, rows, seed, seed, 0.0, wanted, False
     )
     return bool(found[1].shape == key.shape)
+
+
+@functools.cache
+def fuses_three_dimensions() -> bool:
+    """Whether this torch runs queries of three dimensions in fused kernels, as heads of one sample.
+
+    Without that, attention over them ends in products and a softmax of all scores. What is asked is its rule
+    for a CPU, which begins in the same function.
+    """
+    with unseen():
+        query = torch.empty(1, 8, 8, device="cpu")
+        return int(aten._fused_sdp_choice.default(query, query, query)) != _MATH
+
+
+def is_one_sample(*tensors: Tensor) -> bool:
+    """Whether torch hands them on as one sample: query, key and value of three dimensions."""
+    return all(one.dim() == 3 for one in tensors) and fuses_three_dimensions()
+
+
+def with_sample(mask: Tensor | None) -> Tensor | None:
+    """The mask for one sample: of four dimensions."""
+    while mask is not None and mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return mask
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

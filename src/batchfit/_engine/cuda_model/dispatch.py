@@ -63,7 +63,7 @@ class CudaRules:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, operations on the traced device are CUDA's."""
-        attention.efficient_takes_groups()  # once in a process, and before a trace would see the question
+        attention.efficient_takes_groups()  # now: a trace would see the operation that it runs
         losses = {name: partial(kernel, self) for name, kernel in sequences.LOSSES.items()}
         with (
             kernels_replaced(self._ways() | losses, self.autograd_key),
@@ -111,6 +111,12 @@ class CudaRules:
             return aten.scaled_dot_product_attention.default.decompose(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        if attention.is_one_sample(query, key, value):
+            query, key, value = (one.unsqueeze(0) for one in (query, key, value))
+            mask = attention.with_sample(attn_mask)
+            return self._attention(
+                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            ).squeeze(0)
         needs = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
         mask = attention.additive(attn_mask, query.dtype)
         backend = attention.backend(self.gpu, query, key, value, mask, grouped=enable_gqa)

@@ -34,8 +34,12 @@ RAM_MOST_BYTES = 4 * 2**30  # ... and no more than that
 class Peaks:
     """The highest readings since `reset()`.
 
-    `reserved_bytes` is what the caching allocator reserved on the device, `split_bytes` its inactive split
-    blocks, which it cannot release; None where the device has no such thing.
+    Attributes:
+        allocated_bytes: live tensor bytes.
+        reserved_bytes: what the caching allocator reserved on the device; None where the device has no such
+            thing.
+        split_bytes: its inactive split blocks, which it cannot release; None where the device has no such
+            thing.
     """
 
     allocated_bytes: int

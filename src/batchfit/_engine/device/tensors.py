@@ -1,4 +1,4 @@
-"""The tensors of a program: what its objects hold, their bytes, and the loss that its functions return."""
+"""What a program holds: tensors and their bytes, closures, and the loss that its functions return."""
 
 from __future__ import annotations
 
@@ -126,6 +126,17 @@ def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[s
             if below:
                 waiting.extend(reversed(below.values()))
     return list(leaves.values()), tables, list(modules.values())
+
+
+def closure_of(fn: Any) -> list[Any]:
+    """What the cells of a function hold, in the order of its free variables; None for an empty one."""
+    found = []
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            found.append(None)
+    return found
 
 
 def check_loss(loss: Any, name: str) -> None:

@@ -9,7 +9,7 @@ Rules
 - Buffers are copied into twins on their own device, which stay allocated; a restored table of buffers holds
   the very tensors it had. Cost: the size of the buffers, and one grouped copy per batch.
 - All global generators are covered (`rng`), and those that a module keeps, that the user's function can
-  reach by name (`coverage.generators_held`), or that were declared.
+  reach by name (`rng.generators_held`), or that were declared.
 """
 
 from __future__ import annotations

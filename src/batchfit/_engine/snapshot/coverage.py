@@ -12,23 +12,16 @@ Rules
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from batchfit._engine.snapshot import rng
+from batchfit._engine.device.tensors import closure_of
 
 _MOST_FUNCTIONS = 64
 _MOST_NAMED = 3
-# How far, and into how long containers, generators are searched.
-_DEEPEST = 4
-_MOST_ITEMS = 64
-_NO_GENERATORS = (torch.Tensor, type, ModuleType, str, bytes, int, float, type(None))
-
-GraphCheck = Callable[[Iterable[torch.Tensor]], None]
 
 
 @final
@@ -36,24 +29,24 @@ class Coverage:
     """Which functions have been checked."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[object, ...]] = set()
+        self.known: set[Hashable] = set()
 
-    def check_of(self, fns: Sequence[Any], leaves: Sequence[torch.Tensor], kind: str) -> GraphCheck | None:
-        """What to call with the losses before the first backward; None: these functions are known."""
-        key = (kind, len(leaves), *map(function_key, fns))
-        if key in self._seen:
-            return None
-        known = {id(leaf) for leaf in leaves}
-
-        def check(losses: Iterable[torch.Tensor]) -> None:
-            missing = [leaf for leaf in _leaves(losses) if id(leaf) not in known]
-            if missing:
-                _refuse(missing, fns)
-            if len(self._seen) >= _MOST_FUNCTIONS:
-                self._seen.clear()
-            self._seen.add(key)
-
-        return check
+    def check(
+        self,
+        losses: Iterable[torch.Tensor],
+        *,
+        key: Hashable,
+        leaves: Sequence[torch.Tensor],
+        fns: Sequence[Any],
+    ) -> None:
+        """Refuse losses of `fns` (`key`) that would leave gradients in other tensors than `leaves`."""
+        given = {id(leaf) for leaf in leaves}
+        missing = [leaf for leaf in _leaves(losses) if id(leaf) not in given]
+        if missing:
+            _refuse(missing, fns)
+        if len(self.known) >= _MOST_FUNCTIONS:
+            self.known.clear()
+        self.known.add(key)
 
 
 def modules_held(fns: Iterable[Any]) -> Iterator[nn.Module]:
@@ -62,77 +55,6 @@ def modules_held(fns: Iterable[Any]) -> Iterator[nn.Module]:
         for _, value in _held(fn):
             if isinstance(value, nn.Module):
                 yield value
-
-
-def generators_held(fns: Iterable[Any]) -> list[object]:
-    """The generators of random numbers that these functions can reach by name, each once.
-
-    Called once per batch, so long containers and globals of libraries are left out.
-    """
-    found: dict[int, object] = {}
-    seen: set[int] = set()
-    waiting: list[tuple[Any, int]] = [(fn, 0) for fn in fns]
-    while waiting:
-        value, depth = waiting.pop()
-        if issubclass(type(value), _NO_GENERATORS) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if rng.is_generator(value):
-            found[id(value)] = value
-        elif depth < _DEEPEST:
-            waiting += [(one, depth + 1) for one in _within(value)]
-    return list(found.values())
-
-
-def _within(value: Any) -> Iterable[Any]:
-    """What a function, a small container or an object of the user's holds."""
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, dict):
-        return tuple(value.values()) if len(value) <= _MOST_ITEMS else ()
-    if isinstance(value, list | tuple | set):
-        return value if len(value) <= _MOST_ITEMS else ()
-    plain = getattr(value, "__func__", value)
-    code = getattr(plain, "__code__", None)
-    if code is None:
-        table = getattr(value, "__dict__", None)
-        held = tuple(table.values()) if isinstance(table, dict) and len(table) <= _MOST_ITEMS else ()
-        return (*held, getattr(value, "__self__", None))  # of a method that is written in C
-    cells = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
-    known = getattr(plain, "__globals__", {})
-    named = [known[name] for name in code.co_names if name in known]
-    return (*cells, *named, *(plain.__defaults__ or ()), getattr(value, "__self__", None))
-
-
-def function_key(fn: Any) -> object:
-    """The same for a lambda that is created in each pass of a loop, as long as its modules are the same."""
-    plain = getattr(fn, "__func__", fn)
-    code = getattr(plain, "__code__", None)
-    if code is None:
-        return type(fn), id(fn)
-    inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
-    owners = (getattr(fn, "__self__", None), *(one for one in inside if isinstance(one, nn.Module)))
-    return code, *map(id, owners)
-
-
-def loss_key(fn: Any) -> object:
-    """The same for a function that is created in each pass of a loop, as long as it calls the same ones."""
-    if isinstance(fn, functools.partial):
-        return "partial", loss_key(fn.func)
-    plain = getattr(fn, "__func__", fn)
-    code = getattr(plain, "__code__", None)
-    if code is None:
-        return id(fn) if isinstance(fn, nn.Module) else type(fn)
-    inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
-    called = (getattr(one, "__code__", None) or type(one) for one in inside if callable(one))
-    return function_key(fn), *called
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
 
 
 def _leaves(losses: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -196,8 +118,8 @@ def _held(fn: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     code = getattr(getattr(fn, "__func__", fn), "__code__", None)
     if code is None:
         return
-    for name, cell in zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=False):
-        yield from _opened(name, _content(cell), depth)
+    for name, value in zip(code.co_freevars, closure_of(fn), strict=False):
+        yield from _opened(name, value, depth)
     table = getattr(fn, "__globals__", {})
     for name in code.co_names:
         if name in table:

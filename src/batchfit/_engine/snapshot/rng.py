@@ -1,4 +1,4 @@
-"""Random number states: the global ones, and generators that are part of a state.
+"""Random number states: the global ones, and generators that are part of a state or held by a function.
 
 Rules: reading or writing a state never initialises a device and never imports a library that the program
 did not import itself. States are kept as plain data or host bytes, never as tensors.
@@ -6,17 +6,25 @@ did not import itself. States are kept as plain data or host bytes, never as ten
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from batchfit._engine.device.tensors import closure_of
 from batchfit._engine.torch_private.dispatch import unseen
 from batchfit._engine.torch_private.modules import mps_generator
 
 Undo = Callable[[], object]
+
+# How far, and into how long containers, generators are searched.
+_DEEPEST = 4
+_MOST_ITEMS = 64
+_NO_GENERATORS = (torch.Tensor, type, ModuleType, str, bytes, int, float, type(None))
 
 
 def global_states() -> list[tuple[str, Undo]]:
@@ -48,6 +56,45 @@ def is_generator(value: object) -> bool:
         return False
     kinds = (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
     return issubclass(kind, kinds)
+
+
+def generators_held(fns: Iterable[Any]) -> list[object]:
+    """The generators of random numbers that these functions can reach by name, each once.
+
+    Called once per batch, so long containers and globals of libraries are left out.
+    """
+    found: dict[int, object] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(fn, 0) for fn in fns]
+    while waiting:
+        value, depth = waiting.pop()
+        if issubclass(type(value), _NO_GENERATORS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_generator(value):
+            found[id(value)] = value
+        elif depth < _DEEPEST:
+            waiting += [(one, depth + 1) for one in _within(value)]
+    return list(found.values())
+
+
+def _within(value: Any) -> Iterable[Any]:
+    """What a function, a small container or an object of the user's holds."""
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, dict):
+        return tuple(value.values()) if len(value) <= _MOST_ITEMS else ()
+    if isinstance(value, list | tuple | set):
+        return value if len(value) <= _MOST_ITEMS else ()
+    plain = getattr(value, "__func__", value)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        table = getattr(value, "__dict__", None)
+        held = tuple(table.values()) if isinstance(table, dict) and len(table) <= _MOST_ITEMS else ()
+        return (*held, getattr(value, "__self__", None))  # of a method that is written in C
+    known = getattr(plain, "__globals__", {})
+    named = [known[name] for name in code.co_names if name in known]
+    return (*closure_of(plain), *named, *(plain.__defaults__ or ()), getattr(value, "__self__", None))
 
 
 def undo_generator(value: object) -> Undo | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -34,6 +35,18 @@ def clear_cublas_workspaces() -> bool:
 def keeps_cublas_workspaces() -> bool:
     """Whether the workspaces of cuBLAS stay after a product; later torches take one per product."""
     return _release() < _PER_PRODUCT_SINCE or os.environ.get(_KEPT) == "1"
+
+
+def observe_ooms(call: Callable[[int, int, int, int], None]) -> bool:
+    """Have `call(device, asked, total, free)` called before CUDA's allocator raises an OOM.
+
+    CUDA must be initialized. False where this torch cannot do so.
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        return False
+    attach(call)
+    return True
 
 
 def can_tell_history() -> bool:

@@ -40,6 +40,7 @@ from batchfit._engine.trace.generation import Generating
 from batchfit._engine.trace.host import HostTensors
 from batchfit._engine.trace.program_lines import calling_line
 from batchfit._engine.trace.quantised import kind_is_made_of_tensors, parts_of
+from batchfit._engine.trace.recorded_reads import RecordedReads, Value
 from batchfit._engine.trace.values import KnownValues, LibraryReads
 from batchfit.errors import UntraceableError
 
@@ -80,6 +81,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._values = KnownValues()
         self._operations: dict[Any, Operation] = {}
         self.reads = LibraryReads()
+        self.recorded: RecordedReads | None = None  # set where the program has really run before
         self.host = HostTensors(faked, rules, self.blocks, self._where, self._values, counts_host=counts_host)
         self._names: dict[int, str] = {}  # of parameters, by id
         for name, tensor, kind in faked.held():
@@ -241,6 +243,10 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         """Whether code of a library reads a value now, which `_item` answers or refuses."""
         return self.reads.active or (self.generating is not None and self.generating.asks())
 
+    def read_in_a_real_run(self, *, is_bool: bool) -> Value | None:
+        """What the line that is running read there; None where it did not, or nothing has run."""
+        return None if self.recorded is None else self.recorded.next_of(calling_line(), is_bool=is_bool)
+
     def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Tensor | None:
         """The result of an operation whose shape depends on values, where these are known."""
         values = {id(one): self._values.of(one) for one in tensors}
@@ -264,6 +270,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         answer = self.reads.answer(is_bool=is_bool)
         if answer is None and is_bool and self.generating is not None and self.generating.goes_on():
             answer = False
+        if answer is None:
+            answer = self.read_in_a_real_run(is_bool=is_bool)
         if answer is not None:
             return answer
         error = UntraceableError(

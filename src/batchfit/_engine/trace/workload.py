@@ -31,13 +31,8 @@ from batchfit._engine.allocator.footprint import (
     expected_end,
 )
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu
-from batchfit._engine.cuda_model.autocast_check import autocast_caveat
 from batchfit._engine.cuda_model.dispatch import CudaRules
-from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
-from batchfit._engine.torch_private.dynamo import is_compiled_model, original
-from batchfit._engine.trace.blocks import counts_of_one_holder
-from batchfit._engine.trace.quantised import caveats_of, is_paged
-from batchfit._engine.trace.trace import STEPS, trace
+from batchfit._engine.trace.trace import TraceSource, WorkloadTraces
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._units import format_bytes
 from batchfit.errors import UntraceableError
@@ -56,10 +51,9 @@ _NO_LINES = "it allocates in another order at each size, so each must be traced"
 @final
 @dataclass(slots=True)
 class TracedWorkload:
-    """A workload's footprint, and how it came about."""
+    """The footprint of what a source traces, and how it came about."""
 
-    reach: StepReach
-    rules: CudaRules
+    source: TraceSource
     footprint: Footprint | None
     sizes: tuple[int, ...]
     check: float = 0.0  # how far the lines were from the trace that checks them, as a share of a peak
@@ -72,13 +66,14 @@ class TracedWorkload:
     _single_s: float = 0.0
 
     @property
-    def workload(self) -> Workload:
-        return self.reach.workload
+    def rules(self) -> CudaRules:
+        """The GPU that was traced for."""
+        return self.source.rules
 
     @property
     def may_retry(self) -> bool:
         """As in a trial: retries of a step that generates are no reason against a size."""
-        return self.workload.kind == "generation"
+        return self.source.may_retry
 
     def at(self, size: int) -> Footprint:
         """The footprint to replay for `size`."""
@@ -90,14 +85,7 @@ class TracedWorkload:
         begun = time.perf_counter()
         left_s = _EACH_SIZE_S - self._single_s
         try:
-            found = trace(
-                self.workload,
-                size,
-                rules=self.rules,
-                steps=_steps_of(self.workload),
-                limit_s=left_s,
-                reach=self.reach,
-            )
+            found = self.source.trace(size, steps=self.source.steps, limit_s=left_s)
         except UntraceableError as error:
             if time.perf_counter() - begun < left_s:
                 raise
@@ -157,40 +145,47 @@ def trace_workload(
     limit_s: float | None = None,
     reach: StepReach | None = None,
 ) -> TracedWorkload:
-    """The footprint of a workload, from traces around the largest size that may fit the budget.
+    """The footprint of a workload, as in `trace_source`; `reach` is what its step can reach, if known."""
+    source = WorkloadTraces(reach_of(workload) if reach is None else reach, rules)
+    return trace_source(source, budget_bytes=budget_bytes, most=most, small=small, limit_s=limit_s)
+
+
+def trace_source(
+    source: TraceSource,
+    *,
+    budget_bytes: int,
+    most: int | None = None,
+    small: tuple[Trace, Trace] | None = None,
+    limit_s: float | None = None,
+) -> TracedWorkload:
+    """The footprint of a source, from traces around the largest size that may fit the budget.
 
     No size above `most` is asked about. `small` are the first two traces of an earlier call for this
-    workload. A trace that takes longer than `limit_s` is given up.
+    source. A trace that takes longer than `limit_s` is given up.
     """
     begun = time.perf_counter()
-    reach = reach_of(workload) if reach is None else reach
-    traces = _Traces(reach, rules, limit_s, small)
+    traces = _Traces(source, limit_s, small)
     # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
     # differs by a few operations that are done once.
     first, second = (traces.at(size, steps=1) for size in SMALL)
-    traced = TracedWorkload(reach, rules, None, (), small=(first, second), budget_bytes=budget_bytes)
+    traced = TracedWorkload(source, None, (), small=(first, second), budget_bytes=budget_bytes)
     # A loop over samples has another stream at each size, and far sizes take as long as they are large.
     with contextlib.suppress(ShapeChangedError):
         check_same_stream(first, second)
-        _draw_lines(traced, traces, around(first, second, budget_bytes, most))
-    traced.unseen = (*unseen(reach.parts), *_growing(traces.all()))
+        least = min((one for one in (most, source.most_size) if one is not None), default=None)
+        _draw_lines(traced, traces, around(first, second, budget_bytes, least))
+    traced.unseen = (*source.unseen(), *_growing(traces.all()))
     traced.trace_s = time.perf_counter() - begun
     return traced
 
 
 @final
 class _Traces:
-    """Traces of one workload at several sizes; each is made once."""
+    """Traces of one source at several sizes; each is made once."""
 
-    def __init__(
-        self,
-        reach: StepReach,
-        rules: CudaRules,
-        limit_s: float | None,
-        small: tuple[Trace, Trace] | None,
-    ) -> None:
-        self._trace = partial(trace, reach.workload, rules=rules, limit_s=limit_s, reach=reach)
-        self._whole = _steps_of(reach.workload)
+    def __init__(self, source: TraceSource, limit_s: float | None, small: tuple[Trace, Trace] | None) -> None:
+        self._trace = partial(source.trace, limit_s=limit_s)
+        self._whole = source.steps
         self._done = {(one.size, 1): one for one in small or ()}
 
     def at(self, size: int, steps: int | None = None) -> Trace:
@@ -241,36 +236,28 @@ def glance(
     what one step let expect, the lines are drawn again from there: what is not quite a line in the size (all
     samples against all, staging) shows most at the end.
     """
-    begun, workload = time.perf_counter(), reach.workload
-    small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s, reach=reach)
+    begun, source = time.perf_counter(), WorkloadTraces(reach, rules)
+    small = source.trace(SMALL[0], steps=1, limit_s=limit_s)
     most = most_on_host(small.batch_bytes / small.size)
     high = min(expected_end(small, budget_bytes), most)
 
     def through(size: int, limit_s: float | None) -> Footprint:
-        steps = _steps_of(workload)
-        whole = trace(workload, size, rules=rules, steps=steps, limit_s=limit_s, reach=reach)
-        return Footprint.through(small, whole)
+        return Footprint.through(small, source.trace(size, steps=source.steps, limit_s=limit_s))
 
     try:
         if high <= SMALL[1]:
             raise ShapeChangedError("too few samples fit to draw lines through two sizes")
         footprint = through(high, limit_s)
     except ShapeChangedError:
-        return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s, reach=reach)
+        return trace_source(source, budget_bytes=budget_bytes, limit_s=limit_s)
     end = footprint.upper_bound(budget_bytes, most=most)
     left_s = None if limit_s is None else limit_s - (time.perf_counter() - begun)
-    if end > _FAR_BEYOND_TRACE * high and workload.kind != "generation":  # whose traces take long
+    if end > _FAR_BEYOND_TRACE * high and not source.may_retry:  # whose traces take long
         # What is slow or fails that far out leaves the first lines, which a run will be compared with.
         with contextlib.suppress(ShapeChangedError, UntraceableError):
             footprint, high = through(end, left_s), end
     took_s = time.perf_counter() - begun
-    notes = tuple(unseen(reach.parts))
-    return TracedWorkload(reach, rules, footprint, (small.size, high), trace_s=took_s, unseen=notes)
-
-
-def _steps_of(workload: Workload) -> int:
-    """How many steps to trace: what one leaves makes the next another, but for those that leave nothing."""
-    return 1 if workload.kind == "generation" else STEPS
+    return TracedWorkload(source, footprint, (small.size, high), trace_s=took_s, unseen=source.unseen())
 
 
 def _gap_bytes(footprint: Footprint, small: Trace) -> float:
@@ -303,35 +290,6 @@ def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = No
 def most_on_host(sample_bytes: float) -> int:
     """The largest size whose batch a trace makes on the host: that takes time."""
     return int(_HOST_BATCH_BYTES / sample_bytes) if sample_bytes > 0 else 2**30
-
-
-def unseen(parts: Iterable[Any]) -> Iterator[str]:
-    """What a trace cannot see of the parts of a workload."""
-    if counts_of_one_holder() is None:
-        yield (
-            f"torch {torch.__version__} does not say who holds a gradient: sums that a GPU makes in place "
-            "are counted as copies"
-        )
-    if autocast_caveat():
-        yield autocast_caveat()
-    if not keeps_cublas_workspaces():
-        yield (
-            f"cuBLAS: torch {torch.__version__} takes a workspace per product, and two are counted as kept "
-            "(measured with torch 2.11): up to 65 MiB too many"
-        )
-    for part in parts:
-        yield from caveats_of(part)
-        if is_paged(part):
-            yield (
-                "paged optimizer state: managed memory, which the driver moves to the GPU by pages and back; "
-                "not counted"
-            )
-        if not isinstance(part, nn.Module):
-            continue
-        for name, module in part.named_modules():
-            if is_compiled_model(module):
-                kind = type(original(module)).__name__
-                yield f"torch.compile of {name or kind}: traced as if not compiled"
 
 
 def _growing(traces: Iterable[Trace]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from batchfit._engine.torch_private import dynamo
 from batchfit._engine.torch_private.dispatch import (
     COMPOSITE,
     TorchDispatchMode,
+    current_mode,
     is_composite,
     kernel_of,
     tracing,
@@ -45,7 +46,11 @@ class _Refused:
 
 @final
 class VirtualMemory:
-    """The count of one `virtual_memory` block; readable inside the block and after it."""
+    """The count of one `virtual_memory` block; readable inside the block and after it.
+
+    Args:
+        limit_bytes: bytes that live tensors may take.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._ledger = Ledger(limit_bytes)
@@ -75,12 +80,26 @@ class VirtualMemory:
             self._ledger.peak = self._ledger.allocated
 
     def on_refused(self, call: Callable[[torch.OutOfMemoryError], None]) -> None:
-        """Have `call` called with each error, before it is raised."""
+        """Have `call` called with each error, before it is raised.
+
+        Args:
+            call: gets the `torch.OutOfMemoryError`.
+        """
         self._ledger.on_refused = call
 
     @contextmanager
     def lowered(self, limit_bytes: int | str) -> Iterator[VirtualMemory]:
-        """Inside, the limit is `limit_bytes`; it can only go down."""
+        """Inside, the limit is `limit_bytes`; it can only go down.
+
+        Args:
+            limit_bytes: the lower limit, in bytes or as text ("1GiB").
+
+        Yields:
+            This count.
+
+        Raises:
+            ValueError: the limit is above the one in force.
+        """
         limit = parse_bytes(limit_bytes, name="limit")
         if limit > self._ledger.limit:
             raise ValueError(
@@ -246,6 +265,11 @@ def active() -> VirtualMemory | None:
     return _active.memory
 
 
+def is_innermost() -> bool:
+    """Whether this thread's virtual memory can be left now: no other dispatch mode was entered after it."""
+    return isinstance(current_mode(), _CountingMode)
+
+
 def _forget_in_child() -> None:
     # The worker of a DataLoader forks with our mode on: on a GPU machine it would be host memory.
     if _active.memory is not None:
@@ -300,6 +324,12 @@ def virtual_memory(limit: int | str) -> Iterator[VirtualMemory]:
     The error comes before the operation runs. Live tensors are counted with those alive at entry;
     `memory.allocated_bytes`, `memory.peak_bytes` and `memory.reset_peak()` read the count. Nested blocks
     share one count, and an inner one can only lower the limit. Only this thread is counted.
+
+    Args:
+        limit: bytes that live tensors may take, or text ("2GiB").
+
+    Yields:
+        The count, with `allocated_bytes`, `peak_bytes` and `reset_peak()`.
     """
     limit_bytes = parse_bytes(limit, name="limit")
     outer = active()

@@ -5,6 +5,15 @@ Rules:
   by every rank and replayed, and gives the same answers.
 - It decides and never runs anything; `run` is the one loop that drives it.
 - The answer has been run, is an allowed size, and with `soak` has survived a soak.
+
+On a device that other programs use too:
+- The budget only goes down. What others give back is not taken up behind the user's back.
+- Less memory than the budget, by more than others come and go with, is a smaller budget: for the rest of the
+  search, and for its answer.
+- An OOM under a larger budget is one under a smaller budget. What ran counts only if it took no more
+  than the smaller one, and a prediction for the larger one not at all.
+- A trial that no longer counts was run all the same: limits on trials and sizes count it. Where nothing is
+  left of them one more is allowed, since without any there would be no answer.
 """
 
 from __future__ import annotations
@@ -20,9 +29,12 @@ from batchfit._find.pure.bracket import Bracket, Observation, Request, State
 from batchfit._find.pure.strategies import STRATEGIES
 from batchfit.errors import ResultFileError
 
-__all__ = ["STRATEGIES", "Observation", "Request", "Search", "run"]
+__all__ = ["STRATEGIES", "Observation", "Request", "Search", "SharedBudget", "run"]
 
 SCHEMA_VERSION = 2
+# Below both of these nothing has changed: other programs come and go, and libraries load as they are needed.
+SLACK_BYTES = 64 * 2**20
+SLACK_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +114,21 @@ class Search(State):
         step = _decide(self)
         return None if isinstance(step, Request) else step
 
+    def under(self, budget_bytes: int) -> Search:
+        """The search under a budget no larger than its own: with the observations that still hold."""
+        kept = tuple(one for one in self.observations if not one.fits or _used_bytes(one) <= budget_bytes)
+        forgotten = len(self.observations) - len(kept)
+        short = sum(not one.soak for one in self.observations) - sum(not one.soak for one in kept)
+        smaller = self.budget_bytes is not None and budget_bytes < self.budget_bytes
+        return replace(
+            self,
+            budget_bytes=budget_bytes,
+            observations=kept,
+            max_trials=self.max_trials and max(1, self.max_trials - forgotten),
+            attempts=max(1, self.attempts - short),  # of which soaks are none
+            predicted=None if smaller else self.predicted,
+        )
+
     def to_json(self) -> str:
         """This search as JSON text: settings and history."""
         return json.dumps({"kind": "search", "schema_version": SCHEMA_VERSION, **asdict(self)})
@@ -131,6 +158,53 @@ class Search(State):
             return cls(**{**_known(cls, data), "observations": observations})
         except (TypeError, ValueError, AttributeError) as error:
             raise ResultFileError(f"not a search: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBudget:
+    """What a search may use now, and what it might when it began.
+
+    >>> MiB = 2**20
+    >>> room = SharedBudget(1000 * MiB, 1000 * MiB).after(700 * MiB)
+    >>> room.budget_bytes // MiB, room.gone_bytes // MiB
+    (700, 300)
+    >>> room.after(1000 * MiB) == room
+    True
+    """
+
+    budget_bytes: int
+    begun_bytes: int
+
+    @property
+    def gone_bytes(self) -> int:
+        """What others have taken since the search began."""
+        return self.begun_bytes - self.budget_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """With so much reachable nothing is lacking."""
+        return max(0, self.budget_bytes - self._slack())
+
+    def lacks(self, reachable_bytes: int) -> bool:
+        """So little is reachable that a trial may have an OOM for a reason other than its size."""
+        return reachable_bytes < self.least_bytes
+
+    def is_exceeded(self, reachable_bytes: int) -> bool:
+        """So much is reachable that a trial may use more than the budget."""
+        return reachable_bytes - self.budget_bytes > self._slack()
+
+    def has_grown(self, reachable_bytes: int) -> bool:
+        """More is reachable than when the search began."""
+        return reachable_bytes - self.begun_bytes > self._slack()
+
+    def after(self, reachable_bytes: int) -> SharedBudget:
+        """The room once that much is seen to be reachable."""
+        if not self.lacks(reachable_bytes):
+            return self
+        return replace(self, budget_bytes=max(1, reachable_bytes))
+
+    def _slack(self) -> int:
+        return max(SLACK_BYTES, int(self.budget_bytes * SLACK_SHARE))
 
 
 def run(search: Search, trial: Callable[[Request], Observation | None]) -> Search:
@@ -167,6 +241,12 @@ def _known(cls: type[Search] | type[Observation], data: dict[str, Any]) -> dict[
     """The fields of `data` that `cls` has: a later version may have written more."""
     names = {field.name for field in fields(cls)}
     return {name: value for name, value in data.items() if name in names}
+
+
+def _used_bytes(trial: Observation) -> int:
+    """What the trial took of the device; 0 where that was not read."""
+    used = trial.allocated_bytes if trial.reserved_bytes is None else trial.reserved_bytes
+    return used or 0
 
 
 def _positive(name: str, value: object) -> None:

@@ -56,7 +56,14 @@ def count_batches(
 @final
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """One batch: the samples from `start` to `stop` of the epoch, the `number`th batch of it."""
+    """One batch of an epoch: its samples by position.
+
+    Attributes:
+        serial: number of the batch over all epochs and changes, never used twice.
+        number: number of the batch in its epoch.
+        start: position of its first sample in the epoch.
+        stop: position after its last sample.
+    """
 
     serial: int  # over all epochs and changes, never used twice
     number: int

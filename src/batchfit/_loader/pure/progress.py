@@ -8,7 +8,14 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come: all counts are of what was handed to workers before the batch in question."""
+    """How far a run has come. All counts are of what was handed to workers before the batch in question.
+
+    Attributes:
+        epoch: epochs that are over.
+        step: optimizer steps (= batches) so far, over all epochs.
+        samples: samples so far, over all epochs and all ranks.
+        tokens: tokens so far; None where they are not counted.
+    """
 
     epoch: int = 0
     step: int = 0  # optimizer steps (= batches) so far, over all epochs

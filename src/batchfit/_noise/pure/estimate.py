@@ -95,11 +95,21 @@ def observe(
 @final
 @dataclass(frozen=True, slots=True)
 class NoiseReading:
-    """What is known of the noise scale. `scale` is None where there is no estimate: `reason` says why.
+    """What is known of the noise scale. Printed, it is one line.
 
-    `low` and `high` are the ends of a 95 % interval, in samples; `high` is None where it has no upper end.
-    `noise` and `signal` are the averages of S and |G|^2, which may be negative. `effective_steps` is how many
-    equal steps would be as much evidence.
+    Attributes:
+        scale: the noise scale in samples; None where there is no estimate.
+        low: lower end of its 95 % interval, in samples.
+        high: upper end; None where the interval has none.
+        noise: average of the trace of the gradient's covariance (S); may be negative.
+        signal: average of the squared norm of the true gradient (|G|^2); may be negative.
+        noise_error: standard error of `noise`.
+        signal_error: standard error of `signal`.
+        steps: steps that were measured.
+        samples: samples of these steps.
+        effective_steps: how many equal steps would be as much evidence.
+        skipped: steps without a finite norm, which do not count.
+        reason: why there is no estimate; empty where there is one.
     """
 
     scale: float | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from typing import Any, final
 
 ORPHANED = 70  # the exit code of a rank whose parent has gone
@@ -24,12 +25,14 @@ class ProbeChannel:
         self._socket: socket.socket | None = None
         self._hello: dict[str, Any] = {}
         self._buffer = b""
+        self._lock = threading.RLock()  # an OOM of a backward pass may be reported from autograd's thread
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         if self._socket is not None:
             self._socket.close()  # or the parent would never see that the forking process has ended
         self._socket, self._buffer = None, b""
+        self._lock = threading.RLock()
 
     def open(self, **hello: Any) -> None:
         """Connect, and say who this is."""
@@ -45,12 +48,13 @@ class ProbeChannel:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send one message; without a parent the process ends."""
-        if self._socket is None:
-            self.open(**self._hello)
-        try:
-            self._send({"kind": kind, **fields})
-        except OSError:
-            os._exit(ORPHANED)
+        with self._lock:
+            try:
+                if self._socket is None:
+                    self.open(**self._hello)
+                self._send({"kind": kind, **fields})
+            except OSError:
+                os._exit(ORPHANED)
 
     def receive(self) -> dict[str, Any]:
         """The parent's next message."""

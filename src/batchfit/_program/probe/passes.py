@@ -1,32 +1,45 @@
 """Forward passes of the outermost modules: their number, their batch, and where a generation begins.
 
-Rules: torch's global hooks see every module, so they are there only as long as they are needed: until the
-second optimizer step. In a program that only evaluates they stay. A token of a `generate` loop is no step:
-a pass that goes on with the batch before it (one token more, or one token with a cache) belongs to it.
+Rules:
+- torch's global hooks see every module, so they are there only as long as they are needed: until the second
+  optimizer step. In a program that only evaluates they stay.
+- What has no weights (a loss, a transform of the data) makes no pass, and nothing does in a loader's worker.
+- A token of a `generate` loop is no step: a pass that goes on with the batch before it (one token more, or
+  one token with a cache) belongs to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from batchfit._program.probe.memory import tensors_in
+
+_WEIGHTS = 10_000  # numbers in a buffer, of quantized modules that have no parameters
 
 
 @final
 class PassCounter:
-    """Counts passes; `on_pass` is called after each with whether it begins a step of an evaluation."""
+    """Counts passes.
 
-    def __init__(self, on_first: Callable[[], None], on_pass: Callable[[bool], None]) -> None:
+    `before_pass` is called with the module and its arguments; `on_pass` after it, with whether it begins a
+    step of an evaluation.
+    """
+
+    def __init__(self, before_pass: Callable[[Any, Any], None], on_pass: Callable[[bool], None]) -> None:
         self.count = 0
         self.samples = 0  # the most samples that a pass had
         self.with_gradients = 0
-        self._depth = 0
+        self._root: nn.Module | None = None  # the outermost module, while it runs
+        self._depth = 0  # how often it was called within itself
         self._shape: tuple[int, ...] = ()
         self._prompt = 0  # how long the sequence of the generation's first pass is
-        self._on_first, self._on_pass = on_first, on_pass
+        self._before_pass, self._on_pass = before_pass, on_pass
         self._handles = [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -37,21 +50,26 @@ class PassCounter:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._depth = 0
+        self._root = None
 
-    def _before(self, module: Any, args: Any) -> None:
-        self._depth += 1
-        if self._depth == 1 and self.count == 0:
-            self._on_first()
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if self._root is None:
+            if has_weights(module) and not in_loader_worker():
+                self._root, self._depth = module, 1
+                self._before_pass(module, args)
+        elif module is self._root:
+            self._depth += 1
 
-    def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module is not self._root:
+            return
         self._depth -= 1
         if self._depth > 0:
             return
-        self._depth = 0
+        self._root = None
         self.count += 1
         self.with_gradients += torch.is_grad_enabled()
-        shape = next(_shapes((args, kwargs)), ())
+        shape = next((tuple(one.shape) for one in tensors_in((args, kwargs)) if one.dim()), ())
         if shape:
             self.samples = max(self.samples, shape[0])
         begins = not self._goes_on(shape)
@@ -68,14 +86,13 @@ class PassCounter:
         return shape[1] == before[1] + 1 or (shape[1] == 1 and self._prompt > 1)
 
 
-def _shapes(value: Any, depth: int = 3) -> Iterator[tuple[int, ...]]:
-    """The shapes of the tensors in there, the first ones first."""
-    if isinstance(value, Tensor):
-        if value.dim():
-            yield tuple(value.shape)
-    elif depth and isinstance(value, Mapping):
-        for one in value.values():
-            yield from _shapes(one, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for one in value:
-            yield from _shapes(one, depth - 1)
+def has_weights(module: nn.Module) -> bool:
+    """Whether it computes with weights of its own."""
+    if next(module.parameters(), None) is not None:
+        return True
+    return any(one.numel() >= _WEIGHTS for one in module.buffers())
+
+
+def in_loader_worker() -> bool:
+    data: Any = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None

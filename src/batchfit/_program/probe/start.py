@@ -1,9 +1,8 @@
 """The probe of one process: counts steps, reads memory, reports, and stops where the parent has seen enough.
 
 Rules:
-- A step is one of the optimizer that stepped first; where others step more rarely the trial goes on until
-  they have stepped twice. Without any optimizer a step is a forward pass (a whole generation, where tokens
-  are made).
+- A step is one of the optimizer that stepped first; where others exist the trial goes on until they have
+  stepped twice. Without any optimizer a step is a forward pass (a whole generation, where tokens are made).
 - At the number of steps that the parent has named the process waits in its hook, before whatever the program
   does next, until the parent ends it or names a larger one: all ranks stop at the same step.
 - An OOM is reported where it is raised, so that it counts whether or not the program catches it.
@@ -12,24 +11,26 @@ Rules:
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import os
 import sys
-import time
-import traceback
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from batchfit._program.probe.channel import ProbeChannel
-from batchfit._program.probe.memory import CpuMemory, GpuMemory, ProbeMemory
+from batchfit._program.probe.endings import Endings
+from batchfit._program.probe.memory import CpuMemory, GpuMemory, ProbeMemory, gpus_of
 from batchfit._program.probe.passes import PassCounter
+from batchfit._program.probe.state import optimizers
+from batchfit._program.probe.step_clock import StepClock
+from batchfit.errors import UntraceableError
+
+if TYPE_CHECKING:
+    from batchfit._program.probe.trace import ProgramRecord
 
 _MOST_WAITS = 10  # times the steps that were asked for, while another optimizer has not stepped as often
-_LINES = 30  # of a traceback
 
 
 def start_probe() -> None:
@@ -45,55 +46,74 @@ class Probe:
         self._channel = ProbeChannel(settings["socket"], settings["token"])
         self._target: int = settings["steps"]
         self._stops: bool = settings["stops"]
+        self._cpu_bytes: int = settings["budget_bytes"] or settings["ram_bytes"]
         self._counts: dict[int, int] = {}  # steps by optimizer, the first to step first
         self._steps = 0
-        self._step_s: list[float] = []
-        self._last_s = 0.0
+        self._host_s = 0.0
+        self._clock = StepClock()
         self._phase: str | None = None
         self._passes_before = 0  # the last step ended
         self._passes_in_step = 0
+        self._evaluation_steps = 0
         self._next_look = 2
-        self._ooms = 0
-        self._owner = os.getpid()
-        self._begun_s = time.perf_counter()
-        gpu = settings["device"] != "cpu" and torch.cuda.is_available()
+        self._evaluates = False
+        self._most_steps = _MOST_WAITS * self._target
+        self._placed = False  # the device is known
+        # Not torch.cuda.is_available(), which may initialize the driver: a program can still choose its GPUs.
+        has_gpu = settings["device"] != "cpu" and torch.cuda.device_count() > 0
         self._memory: ProbeMemory | None = None
-        if gpu:
-            self._memory = GpuMemory(settings["budget_bytes"])
+        self._record: ProgramRecord | None = None
+        if settings.get("record") is not None:
+            from batchfit._program.probe.trace import record_of  # the tracer: a trial has no use for it
+
+            self._record = record_of(settings["record"])
+        elif has_gpu:
+            self._memory = GpuMemory(settings["budget_bytes"], self._oom)
         elif self._stops:
-            self._memory = CpuMemory(settings["budget_bytes"] or settings["ram_bytes"], self._oom)
-        self._channel.open(**_who(), device="cuda" if gpu else "cpu", python=sys.executable)
-        self._passes = PassCounter(self._first_pass, self._pass)
+            self._memory = CpuMemory(self._cpu_bytes, self._oom)
+        self._channel.open(**who(), device="cuda" if has_gpu else "cpu", python=sys.executable)
+        self._passes = PassCounter(self._before_pass, self._pass)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        self._plain_hook = sys.excepthook
-        sys.excepthook = self._raised
-        atexit.register(self._exits)
+        self._endings = Endings(self._channel, self._state, self._ends, self._untraceable)
 
     # --- passes and steps
 
-    def _first_pass(self) -> None:
-        if self._memory is not None:
-            self._memory.begin()
-            self._ooms = self._memory.ooms()
-        self._last_s = time.perf_counter()
+    def _before_pass(self, module: Any, args: Any) -> None:
+        first = self._passes.count == 0
+        if first:
+            self._clock.begin()
+        if not self._placed:
+            if isinstance(self._memory, GpuMemory):
+                gpus = gpus_of(module, args)
+                if gpus:
+                    self._memory.use(gpus)
+                    self._clock.on_gpu = True
+                    self._clock.begin()
+                self._placed = bool(gpus)
+            else:
+                if first and self._memory is not None:
+                    self._memory.begin()
+                self._placed = True
+            if first or self._placed:
+                self._say_device()
+
+    def _say_device(self) -> None:
         name = None if self._memory is None else self._memory.name
         budget = None if self._memory is None else self._memory.budget_bytes()
-        self._channel.send("first_pass", device=name, budget_bytes=budget, **_who())
+        self._channel.send("first_pass", device=name, budget_bytes=budget, **who())
 
     def _pass(self, begins: bool) -> None:
         self._phase = "forward"
-        if self._counts or self._passes.count == 0:
+        if self._counts or not begins or self._passes.count <= 1:
             return
-        if begins and self._passes.count > 1:
-            # The pass before was the last of its step. Programs that train may evaluate first.
-            self._evaluation_steps = getattr(self, "_evaluation_steps", 0) + 1
-            if self._evaluation_steps >= self._next_look:
-                if _optimizers_exist():
-                    self._next_look *= 4
-                    return
-                self._next_look = 0
-                self._step_ended(self._evaluation_steps)
+        # The pass before was the last of its step. Programs that train may evaluate first.
+        self._evaluation_steps += 1
+        if not self._evaluates and self._evaluation_steps >= self._next_look:
+            self._next_look *= 4
+            self._evaluates = not optimizers()
+        if self._evaluates:
+            self._step_ended(self._evaluation_steps)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._phase = "optimizer"
@@ -111,18 +131,48 @@ class Probe:
         self._step_ended(number, optimizer)
 
     def _step_ended(self, number: int, optimizer: Any = None) -> None:
-        now = time.perf_counter()
-        self._step_s.append(now - self._last_s)
+        self._host_s = self._clock.end()
         self._steps = number
+        if self._record is not None:
+            self._record.end_step()
         self._report(optimizer)
+        if not self._placed:
+            self._settle_device()
+        elif self._memory is not None:
+            self._memory.step_ended(number)
         if self._stops and number >= self._target and not self._waits_for_others(number):
             self._wait()
-        self._last_s = time.perf_counter()
+            self._clock.begin()
+
+    def _settle_device(self) -> None:
+        """A step without a pass on a GPU: the device is the current one, or the CPU."""
+        self._placed = True
+        if isinstance(self._memory, GpuMemory):
+            self._memory.begin()
+            self._clock.on_gpu = bool(self._memory.name)
+            if not self._clock.on_gpu:
+                self._memory = CpuMemory(self._cpu_bytes, self._oom) if self._stops else None
+        if isinstance(self._memory, CpuMemory):
+            self._memory.begin()
+        self._say_device()
 
     def _waits_for_others(self, number: int) -> bool:
-        """Whether another optimizer, one that has stepped, has still to take as many steps."""
-        least = min(self._counts.values(), default=number)
-        return least < min(self._target, 2) and number < _MOST_WAITS * self._target
+        """Whether another optimizer has still to step as often: its step may take more memory."""
+        if number >= self._most_steps:
+            return False
+        if not self._counts:
+            self._evaluates = not optimizers()  # it has evaluated first, and will train
+            return not self._evaluates
+        return min(self._counts.values()) < min(self._target, 2) or self._one_has_not_stepped()
+
+    def _one_has_not_stepped(self) -> bool:
+        """Whether there is an optimizer whose parameters none has updated so far.
+
+        Wrappers of optimizers are optimizers too, and never step themselves.
+        """
+        existing = optimizers()
+        stepped = {key for one in existing if id(one) in self._counts for key in _parameters(one)}
+        return any(_parameters(one) - stepped for one in existing if id(one) not in self._counts)
 
     def _report(self, optimizer: Any) -> None:
         read = {} if self._memory is None else self._memory.read()
@@ -130,14 +180,10 @@ class Probe:
             read["held_bytes"] = max(0, read["held_bytes"] - _gradient_bytes(optimizer))
         elif self._steps > 3 or optimizer is None:
             read.pop("held_bytes", None)
-        ooms = 0 if self._memory is None else self._memory.ooms()
-        if ooms > self._ooms:
-            self._ooms = ooms
-            self._oom("CUDA out of memory; the program went on after it")
         self._channel.send(
             "step",
             number=self._steps,
-            step_s=self._step_s[-1],
+            step_s=self._host_s,
             samples=self._passes.samples,
             passes=self._passes_in_step,
             **read,
@@ -145,51 +191,59 @@ class Probe:
 
     def _wait(self) -> None:
         """Wait for the parent: it ends this process, or names the number of steps to go on to."""
-        self._channel.send("reached", number=self._steps, kind_of_step=self._kind(), **_who())
-        self._target = self._channel.receive()["until"]
-
-    def _kind(self) -> str:
-        return "step" if self._counts else "pass"
+        if self._record is not None:
+            try:
+                self._record.save()
+            except UntraceableError as error:
+                self._untraceable(error)
+        more = {} if self._memory is None else self._memory.read_at_end()
+        self._channel.send(
+            "reached",
+            number=self._steps,
+            kind_of_step="step" if self._counts else "pass",
+            steps_s=self._clock.seconds(),
+            counts_memory=self._memory is not None and self._memory.slows_steps,
+            **more,
+            **who(),
+        )
+        answer = self._channel.receive()
+        self._target = answer["until"]
+        if answer.get("only_time") and self._memory is not None and self._memory.leave():
+            self._clock.forget()  # what counting has slowed down
 
     # --- the end
 
+    def _state(self) -> dict[str, Any]:
+        """Where the process is, for a report of its end."""
+        return {"phase": self._phase, "number": self._steps, **who()}
+
     def _oom(self, text: str) -> None:
         if self._channel.is_open:
-            self._channel.send("oom", text=text, phase=self._phase, number=self._steps, **_who())
+            self._channel.send("oom", text=text, **self._state())
 
-    def _raised(self, kind: Any, error: BaseException, trace: Any) -> None:
-        try:
-            if os.getpid() == self._owner and not isinstance(error, KeyboardInterrupt):
-                from batchfit._engine.device.oom import classify, describe
-
-                lines = traceback.format_exception(kind, error, trace)
-                self._channel.send(
-                    "raised",
-                    verdict=classify(error),
-                    text=describe(error),
-                    type=kind.__name__,
-                    phase=self._phase,
-                    number=self._steps,
-                    traceback="".join(lines).splitlines()[-_LINES:],
-                    **_who(),
-                )
-        finally:
-            self._plain_hook(kind, error, trace)
-
-    def _exits(self) -> None:
-        if os.getpid() == self._owner and self._channel.is_open:
-            evaluated = getattr(self, "_evaluation_steps", 0)
-            if not self._counts and self._passes.count and not self._steps:
-                # Too few passes to look for an optimizer: what it did is what it does.
-                self._step_s.append(time.perf_counter() - self._last_s)
-                self._steps = evaluated + 1
-                self._report(None)
+    def _untraceable(self, error: BaseException) -> None:
+        """Say what stood in the way of a recording, if this did."""
+        found = None if self._record is None else self._record.explained(error)
+        if found is not None:
             self._channel.send(
-                "exits", number=self._steps, passes=self._passes.count, samples=self._passes.samples, **_who()
+                "untraceable",
+                operation=found.operation,
+                where=found.where,
+                why=found.why,
+                raised=found.raised,
             )
 
+    def _ends(self) -> dict[str, Any]:
+        """What there is to add where the process exits by itself."""
+        if not self._counts and self._passes.count and not self._steps:
+            # Too few passes to look for an optimizer: what it did is what it does.
+            self._host_s = self._clock.end()
+            self._steps = self._evaluation_steps + 1
+            self._report(None)
+        return {"passes": self._passes.count, "samples": self._passes.samples}
 
-def _who() -> dict[str, Any]:
+
+def who() -> dict[str, Any]:
     """This rank, as its launcher or its process group has it."""
     rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
     distributed = sys.modules.get("torch.distributed")
@@ -210,6 +264,6 @@ def _gradient_bytes(optimizer: Any) -> int:
     return sum(one.untyped_storage().nbytes() for one in gradients if one.layout is torch.strided)
 
 
-def _optimizers_exist() -> bool:
-    """Whether the program has made an optimizer: then it will train."""
-    return any(issubclass(type(one), torch.optim.Optimizer) for one in gc.get_objects())
+def _parameters(optimizer: Any) -> set[int]:
+    groups = getattr(optimizer, "param_groups", ())
+    return {id(one) for group in groups for one in group.get("params", ()) if one.requires_grad}

@@ -11,7 +11,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -34,8 +34,8 @@ class FileSetting:
         file, colon, keys = text.rpartition(":")
         if not colon or not file or not keys or not all(keys.split(".")):
             raise ValueError(f"set must be FILE:KEY such as config.yaml:train.batch_size, not {text!r}")
-        if not file.endswith((".yaml", ".yml", ".json")):
-            raise ValueError(f"set must name a .yaml or .json file, not {text!r}")
+        if not file.endswith((".yaml", ".yml", ".json", ".toml")):
+            raise ValueError(f"set must name a .yaml, .json or .toml file, not {text!r}")
         return cls(file, tuple(keys.split(".")))
 
 
@@ -113,6 +113,19 @@ class CommandTemplate:
                     f"the command needs {most} nodes ({name}), and probes run on this one: batch sizes are "
                     "per process, so find with one node, and use the size on all"
                 )
+
+
+def isolating_flag(words: Sequence[str]) -> str:
+    """The flag with which the command's Python ignores its environment (-I, -E) or its site (-S), if any."""
+    for number, word in enumerate(words):
+        if not re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]):
+            continue
+        for flag in words[number + 1 :]:
+            if not flag.startswith("-") or flag.startswith("--") or flag in ("-m", "-c"):
+                break
+            if re.fullmatch(r"-[a-zA-Z]*[IES][a-zA-Z]*", flag) and not flag.startswith(("-W", "-X")):
+                return flag
+    return ""
 
 
 def _quoted(word: str) -> str:

@@ -16,6 +16,7 @@ QUIET = {
     "COMET_MODE": "disabled",
     "NEPTUNE_MODE": "debug",
     "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "PYTHONUNBUFFERED": "1",  # the last lines of a program that is killed
@@ -31,9 +32,22 @@ def probe_variables(
         **environment,
         **QUIET,
         "MLFLOW_TRACKING_URI": f"file:{folder}/t/mlruns",
+        "TRACKIO_DIR": f"{folder}/t/trackio",
         "TMPDIR": f"{folder}/t",
+        "PATH": os.pathsep.join([f"{folder}/b", environment.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join([inject, path]) if path else inject,
         "BATCHFIT_PROBE_FOLDER": folder,
         "BATCHFIT_PROBE_SOURCE": source,
         "BATCHFIT_PROBE_SETTINGS": settings,
+    }
+
+
+def exit_variables(environment: Mapping[str, str], *, inject: str, source: str, file: str) -> dict[str, str]:
+    """The environment of a real run whose processes are to note in `file` what ended them."""
+    path = environment.get("PYTHONPATH", "")
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join([inject, path]) if path else inject,
+        "BATCHFIT_PROBE_SOURCE": source,
+        "BATCHFIT_EXIT_FILE": file,
     }

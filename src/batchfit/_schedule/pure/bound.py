@@ -37,7 +37,16 @@ class Wants(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class BoundPlan:
-    """A schedule, the size it starts from, and the limits of this run."""
+    """A schedule for one run: the size it starts from, and the limits of the run. `schedule.bind()` makes it.
+
+    Attributes:
+        schedule: the schedule.
+        initial_batch_size: the global size that the run starts from.
+        largest: the largest global batch that fits; None: no limit.
+        world_size: ranks that share a batch.
+        multiple_of: what sizes are rounded to, besides the schedule's own `multiple_of`.
+        tokens_per_sample: tokens of a sample, for schedules in tokens; None where they are counted.
+    """
 
     schedule: Wants
     initial_batch_size: int
@@ -47,11 +56,22 @@ class BoundPlan:
     tokens_per_sample: int | None = None
 
     def size_at(self, progress: Progress) -> int:
-        """The size of the batch that comes next."""
+        """The global size of the batch that comes next.
+
+        Args:
+            progress: how far the run has come.
+        """
         return self._fitted(self.wanted_at(progress))
 
     def wanted_at(self, progress: Progress) -> float:
-        """What the schedule wants there, before limits and rounding."""
+        """What the schedule wants there, before limits and rounding.
+
+        Args:
+            progress: how far the run has come.
+
+        Raises:
+            ValueError: the schedule wants less than one sample per rank.
+        """
         wanted = self.schedule.wanted(self._with_tokens(progress), self.initial_batch_size)
         if wanted < self.world_size:
             raise ValueError(
@@ -61,7 +81,11 @@ class BoundPlan:
         return wanted
 
     def limited_at(self, progress: Progress) -> str:
-        """Why the size there is not what the schedule wants; empty where it is."""
+        """Why the size there is not what the schedule wants; empty where it is.
+
+        Args:
+            progress: how far the run has come.
+        """
         wanted = self.wanted_at(progress)
         size = self._fitted(wanted)
         if wanted > size and self.largest is not None and size + self.multiple > self.largest:
@@ -71,7 +95,14 @@ class BoundPlan:
         return ""
 
     def steady_until(self, progress: Progress) -> int | None:
-        """The count, in the schedule's unit, from which the size may be another; None: never."""
+        """The count, in the schedule's unit, from which the size may be another; None: never.
+
+        Args:
+            progress: how far the run has come.
+
+        Returns:
+            The count in the schedule's unit; None where the size stays.
+        """
         return self.schedule.steady_until(self._with_tokens(progress), self.initial_batch_size)
 
     @property
@@ -91,7 +122,11 @@ class BoundPlan:
         return min(caps, default=None)
 
     def check(self) -> None:
-        """Refuse, before training, what can be known to be wrong."""
+        """Refuse, before training, what can be known to be wrong.
+
+        Raises:
+            ValueError: the sizes contradict each other; names both.
+        """
         initial, most = self.initial_batch_size, self.schedule.max_batch_size
         if most is not None and most < initial:
             raise ValueError(f"max_batch_size must be at least the initial batch size {initial}, not {most}")

@@ -60,7 +60,13 @@ Function = Annotated[
 
 
 class BatchSizeConfig(BaseModel):
-    """Base of all schedules: a cap, and multiples of `multiple_of`, rounded as `rounding` says."""
+    """Base of all schedules: a cap, and multiples of `multiple_of`. Sizes are global: over all ranks.
+
+    Attributes:
+        max_batch_size: the largest size; None: no limit.
+        multiple_of: every size is a multiple of this.
+        rounding: how a size becomes one: "down", "nearest" or "up".
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -76,7 +82,17 @@ class BatchSizeConfig(BaseModel):
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """The schedule in a JSON or YAML file."""
+        """The schedule in a JSON or YAML file.
+
+        Args:
+            path: a JSON or YAML file.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ValueError: the file holds another kind of schedule, or a wrong field.
+        """
         from batchfit.schedules import load_schedule  # which knows all kinds
 
         config = load_schedule(Path(path))
@@ -90,12 +106,21 @@ class BatchSizeConfig(BaseModel):
 
 
 class PlannedConfig(BatchSizeConfig):
-    """A schedule whose size is a pure function of progress."""
+    """A schedule whose size is a pure function of progress.
+
+    Attributes:
+        unit: what counts are in: "epoch", "step", "samples" or "tokens".
+    """
 
     unit: Unit = "epoch"
 
     def size_at(self, progress: Progress, initial_batch_size: int) -> int:
-        """The size of the batch that comes next, for a run that starts with `initial_batch_size`."""
+        """The global size of the batch that comes next.
+
+        Args:
+            progress: how far the run has come.
+            initial_batch_size: the global size that the run starts with.
+        """
         return fitted(
             self.wanted(progress, initial_batch_size), self.max_batch_size, self.multiple_of, self.rounding
         )
@@ -109,7 +134,15 @@ class PlannedConfig(BatchSizeConfig):
         multiple_of: int = 1,
         tokens_per_sample: int | None = None,
     ) -> BoundPlan:
-        """This schedule for one run, as `ResizableLoader(schedule=)` takes it, checked."""
+        """This schedule for one run, checked: what `ResizableLoader(schedule=)` takes.
+
+        Args:
+            initial_batch_size: the global size that the run starts with; None where the schedule says it.
+            largest: the largest global batch that fits; None: no limit.
+            world_size: ranks that share a batch.
+            multiple_of: what sizes are rounded to, besides the schedule's own `multiple_of`.
+            tokens_per_sample: tokens of a sample, for schedules in tokens.
+        """
         initial = self.checked_initial(initial_batch_size)
         plan = BoundPlan(self, initial, largest, world_size, multiple_of, tokens_per_sample)
         plan.check()
@@ -121,27 +154,61 @@ class PlannedConfig(BatchSizeConfig):
         return False
 
     def checked_initial(self, initial_batch_size: int | None) -> int:
-        """The size that a run starts from."""
+        """The size that a run starts from.
+
+        Args:
+            initial_batch_size: what was given; None where nothing was.
+
+        Raises:
+            ValueError: the size is missing, or not the one that the schedule says.
+        """
         return checked_size(initial_batch_size, name="initial_batch_size")
 
     def wanted(self, progress: Progress, initial_batch_size: int) -> float:
-        """The size before cap and rounding."""
+        """The size before cap and rounding.
+
+        Args:
+            progress: how far the run has come.
+            initial_batch_size: the global size that the run starts with.
+
+        Raises:
+            ValueError: the size would be too large to count, since there is no `max_batch_size`.
+        """
         raise NotImplementedError
 
     def steady_until(self, progress: Progress, initial_batch_size: int) -> int | None:
-        """The count from which the size may be another; None: it stays."""
+        """The count from which the size may be another one.
+
+        Args:
+            progress: how far the run has come.
+            initial_batch_size: the global size that the run starts with.
+
+        Returns:
+            The count in the schedule's unit; None where the size stays.
+        """
         return count_in(progress, self.unit) + 1
 
     def smallest(self, initial_batch_size: int) -> tuple[str, int] | None:
-        """The smallest size that it will ever want, and the field that says so; None where nobody knows."""
+        """The smallest size that it will ever want, and the field that says so; None where nobody knows.
+
+        Args:
+            initial_batch_size: the global size that the run starts with.
+
+        Returns:
+            The field that says it, and the size; None where it cannot be known.
+        """
         return "initial_batch_size", initial_batch_size
 
 
 class SmoothConfig(PlannedConfig):
     """From the initial size to `final_batch_size` over `over` counts, from `start` on.
 
-    `every`: the size changes only each so many counts, in stairs. Take it: every new size is a new shape,
-    which costs plans, compilation and memory.
+    Attributes:
+        final_batch_size: the global size at the end.
+        over: how many counts it takes.
+        start: the count at which it begins.
+        every: the size changes only each so many counts; None: with every count. Set it: each new size is a
+            new shape, which costs plans, compilation and memory.
     """
 
     final_batch_size: Size
@@ -169,7 +236,12 @@ class SmoothConfig(PlannedConfig):
         return self.between(done / self.over, initial_batch_size)
 
     def between(self, share: float, initial_batch_size: int) -> float:
-        """The size when `share` of the way is done, 0 < share < 1."""
+        """The size when `share` of the way is done, 0 < share < 1.
+
+        Args:
+            share: how much of the way is done, between 0 and 1.
+            initial_batch_size: the global size that the run starts with.
+        """
         raise NotImplementedError
 
     def steady_until(self, progress: Progress, initial_batch_size: int) -> int | None:

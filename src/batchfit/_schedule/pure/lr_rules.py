@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
+
+from batchfit._units import parse_count
 
 _EXPONENTS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5, "seesaw": -0.5}
 _POWER = re.compile(r"power\(\s*([+-]?[0-9]*\.?[0-9]+)\s*\)\Z")
+_DECAY_FORMS = "decay must be 'cosine', 'quarter-cosine' or cuts such as {{60: 0.2}}, not {!r}"
 FORMS = "'none', 'linear', 'sqrt', 'seesaw' or 'power(0.6)'"
 
 
@@ -76,3 +79,38 @@ def cut_points(cuts: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]
     for at, factor in cuts:
         growth /= factor
         yield at, growth
+
+
+def growth_points(
+    decay: object, *, initial: int, total: int | str | None, ratio: Any, most: int | None
+) -> list[tuple[int, float]]:
+    """Counts, and by what the batch has grown there, in place of a decay by name or by cuts."""
+    if isinstance(decay, str):
+        return _smooth(initial, decay, total, ratio, most)
+    if isinstance(decay, Mapping):
+        return list(cut_points(_cuts(decay)))
+    raise ValueError(_DECAY_FORMS.format(decay))
+
+
+def _smooth(
+    initial: int, decay: str, total: int | str | None, ratio: Any, most: int | None
+) -> list[tuple[int, float]]:
+    if decay not in DECAYS:
+        raise ValueError(_DECAY_FORMS.format(decay))
+    if total is None:
+        raise ValueError(f"total must be given: over how many counts the {decay} falls, not None")
+    if not isinstance(ratio, int | float) or not 1 < ratio < math.inf:
+        raise ValueError(f"ratio must be more than 1, not {ratio!r}")
+    # Without a limit the last stairs of a cosine ask for batches of any size.
+    growth = 64.0 if most is None else most / initial
+    counts = parse_count(total, name="total", at_least=1)
+    return list(smooth_points(decay, total=counts, ratio=ratio, most=growth))  # type: ignore[arg-type]
+
+
+def _cuts(decay: Mapping[Any, Any]) -> list[tuple[int, float]]:
+    cuts = []
+    for at, factor in decay.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1:
+            raise ValueError(f"decay must cut by factors between 0 and 1, not {factor!r} at {at!r}")
+        cuts.append((parse_count(at, name="the count of a cut", at_least=1), float(factor)))
+    return cuts

@@ -23,7 +23,18 @@ EventKind = Literal["changed", "skipped", "limited", "kept"]
 @final
 @dataclass(frozen=True, slots=True)
 class ScheduleEvent:
-    """Something that a schedule did, or did not do, and why."""
+    """A schedule changed the batch size, or could not, and why. Printed, it is one line.
+
+    Attributes:
+        kind: "changed", "skipped" (an increase past the limit), "limited" (less than the schedule wants) or
+            "kept".
+        size_before: the global size before.
+        size_after: the global size from now on.
+        progress: how far the run had come.
+        why: the reason, as a sentence.
+        unit: what the schedule counts: "epoch", "step", "samples" or "tokens".
+        lr_factors: factor of each parameter group's learning rate, against the initial batch size.
+    """
 
     kind: EventKind
     size_before: int

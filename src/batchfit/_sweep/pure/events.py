@@ -24,13 +24,21 @@ Kind = Literal["begin", "search", "trying", "trial", "using", "measure", "measur
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepEvent:
-    """One thing that happened to one configuration.
+    """One thing that happened to one configuration of a sweep: what `on_event` is called with.
 
-    - "begin": its turn has come. "search": its workload is made; `estimate` and `start` as far as there are.
-    - "trying": a trial at `size` begins; `before` is the size of the last one. "trial": it ended (`trial`).
-    - "using": `size` is the answer. "measure": the measurement at `size` begins. "measure_oom": it was out of
-      memory at `before`, and goes on at `size`.
-    - "record": all of it is in `record`.
+    Attributes:
+        kind: "begin": its turn has come. "search": its workload is made. "trying": a trial begins. "trial":
+            it ended. "using": the size is found. "measure": the measurement begins. "measure_oom": it was out
+            of memory and continues at `size`. "record": all of it is in `record`.
+        knobs: the values of its knobs, by name.
+        size: the batch size per process in question; None where there is none.
+        before: size of the last trial, or at which the measurement was out of memory.
+        again: a size that has run is tried for longer (the stability check).
+        estimate: what the estimate named; None without one.
+        start: the first size that the search was given; None without one.
+        budget_bytes: bytes that the program may use; 0 where that is not known.
+        trial: the trial that ended, with "trial".
+        record: the record, with "record".
     """
 
     kind: Kind

@@ -70,6 +70,12 @@ def find_executable_batch_size(
         accelerator: the Accelerator whose memory is released; default: every one among the arguments, and
             among the variables that `function` uses.
         on_run: called with each run, as a `batchfit.Trial`.
+
+    Returns:
+        The decorated function, which is called without the batch size; without `function` a decorator.
+
+    Raises:
+        TypeError: `function` cannot be called.
     """
     given: dict[str, Any] = {
         "workload": workload,

@@ -35,8 +35,21 @@ def backward(
             optimizer.zero_grad()
     ```
 
-    The loss is divided by `gradient_accumulation_steps` and scaled as in `accelerator.backward`; the report
-    holds the undivided loss. `options` go to `Microbatcher.backward`.
+    The loss is divided by `gradient_accumulation_steps` and scaled as in `accelerator.backward`.
+
+    Args:
+        accelerator: the Accelerator of the loop.
+        microbatcher: a `Microbatcher` of the prepared model.
+        fn: `fn(micro)` gets samples of the batch and returns their mean loss.
+        batch: the local batch of this rank.
+        **options: go to `Microbatcher.backward`.
+
+    Returns:
+        A `StepReport`, with the undivided loss.
+
+    Raises:
+        TypeError: an argument is of another type, or `scaler` was given: the accelerator has its own.
+        ValueError: the accelerator runs DeepSpeed or Megatron-LM, which run backward themselves.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator must be an accelerate.Accelerator, not {accelerator!r:.80}")

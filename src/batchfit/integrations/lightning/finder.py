@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 import batchfit
+from batchfit.integrations.lightning.finder_checks import LEAST_STEPS, check_names, check_sizes, check_steps
 from batchfit.integrations.lightning.framework import (
     Callback,
     check_budget,
@@ -59,7 +60,6 @@ _REASONS: Final = {  # why the search ended, in this callback's words
     "stored": "as stored, and it still runs",
 }
 _TOO_FEW: Final = "Expected more than 1 value per channel"  # torch's own words
-_LEAST_STEPS: Final = 2  # optimizers allocate their state in the first step
 
 
 class BatchSizeFinder(Callback):
@@ -77,20 +77,28 @@ class BatchSizeFinder(Callback):
             `batchfit.find_batch_size`.
         steps_per_trial: steps of each trial; 1 is run as 2, since optimizers allocate state in the first.
         init_val: the first size to try; default: 2 with "power" and "binsearch", otherwise the search's own.
-        max_trials: how many trials there may be, not counting the stability check (soak). With 0
-            nothing runs: the size is `init_val`, or the present one.
+        max_trials: how many trials there may be, not counting the stability check (soak). With 0 nothing
+            runs: the size is `init_val`, or the present one.
         batch_arg_name: the attribute that holds the size; it need not exist. In a trial it has its size.
         margin: this share of the size is given up, and the smaller size is run too; not with "power".
         max_val: the largest size to try. A size never exceeds the samples that a rank has, nor those of its
             smallest loader with drop_last, of which nothing would be left.
-        min_val, multiple_of, power_of_two: which sizes may be tried.
-        budget: bytes that the program may use ("24GiB"); default: all that is free (of RAM a quarter,
-            at most 4 GiB).
+        min_val: the smallest size to try.
+        multiple_of: only multiples of this are tried.
+        power_of_two: only powers of two are tried.
+        budget: bytes that the program may use ("24GiB"); default: all that is free (of RAM a quarter, at most
+            4 GiB).
         soak_steps: steps of the stability check (soak); 0 for none. Default: as in `find_batch_size`.
-        tolerance, time_limit_s, on_trial: as in `batchfit.find_batch_size`.
+        tolerance: "guided" stops when about this share could still be gained.
+        time_limit_s: end the search after that many seconds, with what it has.
+        on_trial: called with each trial and the budget in bytes.
         key: a name under which the size is stored; one trial confirms it the next time.
         fresh: search even where a size is stored, or in a checkpoint that the run resumes from.
         make_batch: `make_batch(n)`, for loaders that have no dataset and collate function.
+
+    Attributes:
+        optimal_batch_size: the size found, of one process; None before the search.
+        result: the `FitResult` of the search; None before it.
     """
 
     def __init__(
@@ -119,9 +127,9 @@ class BatchSizeFinder(Callback):
             raise ValueError(f"mode must be one of {', '.join((*_MODES, *_OURS))}, not {mode!r}")
         if type(margin) not in (int, float) or not 0 <= margin < 1:
             raise ValueError(f"margin must be a number from 0 to below 1, not {margin!r}")
-        _check_sizes(min_val, max_val, init_val, max_trials, multiple_of, power_of_two)
-        _check_steps(steps_per_trial, soak_steps, tolerance, time_limit_s)
-        _check_names(batch_arg_name, key, fresh)
+        check_sizes(min_val, max_val, init_val, max_trials, multiple_of, power_of_two)
+        check_steps(steps_per_trial, soak_steps, tolerance, time_limit_s)
+        check_names(batch_arg_name, key, fresh)
         check_budget(budget)
         if make_batch is not None and not callable(make_batch):
             raise TypeError(f"make_batch must be a callable make_batch(n) or None, not {make_batch!r}")
@@ -140,7 +148,7 @@ class BatchSizeFinder(Callback):
         self._max_trials, self._init_val = max_trials, init_val
         self._options: dict[str, Any] = {
             "strategy": _MODES.get(mode.lower(), mode.lower()),
-            "steps": max(_LEAST_STEPS, steps_per_trial),
+            "steps": max(LEAST_STEPS, steps_per_trial),
             "start": 2 if init_val is None and mode.lower() in _MODES else init_val,
             "max_trials": max_trials + (soak_steps != 0),  # a search counts the soak
             "min_size": min_val,
@@ -176,8 +184,18 @@ class BatchSizeFinder(Callback):
         """Search now, set what was found, and return it.
 
         In a hook, the loaders of the run are searched with, and the run goes on. Outside of a run nothing is
-        trained or evaluated: `method` ("fit", "validate", "test" or "predict") is set up with the loaders or
-        the datamodule, as the Trainer's method of that name takes them, and left after the search.
+        trained or evaluated: the Trainer is set up for `method`, and left after the search.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            method: "fit", "validate", "test" or "predict".
+            train_dataloaders: loaders, as `fit` takes them.
+            dataloaders: loaders, as the other methods take them.
+            datamodule: in place of loaders.
+
+        Returns:
+            The batch size of one process.
         """
         if trainer._active_loop is None:
             given = {"train_dataloaders": train_dataloaders, "dataloaders": dataloaders}
@@ -384,51 +402,6 @@ class BatchSizeFinder(Callback):
 
 
 # The search would refuse these too, but in `fit`, and by its own names for them.
-
-
-def _check_sizes(
-    min_val: int, max_val: int, init_val: int | None, max_trials: int, multiple_of: int, power_of_two: bool
-) -> None:
-    if type(max_trials) is not int or max_trials < 0:
-        raise ValueError(f"max_trials must be an integer of at least 0, not {max_trials!r}")
-    counts = {"max_val": max_val, "min_val": min_val, "multiple_of": multiple_of}
-    for name, value in {**counts, **({} if init_val is None else {"init_val": init_val})}.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")
-    if type(power_of_two) is not bool:
-        raise ValueError(f"power_of_two must be True or False, not {power_of_two!r}")
-    if power_of_two and multiple_of & (multiple_of - 1):
-        raise ValueError(f"multiple_of must be a power of two with power_of_two, not {multiple_of!r}")
-    first = -(-min_val // multiple_of) * multiple_of
-    if power_of_two:
-        first = 1 << (first - 1).bit_length()
-    if first > max_val:
-        raise ValueError(f"max_val must leave an allowed size (the smallest is {first}), not {max_val!r}")
-
-
-def _check_steps(
-    steps_per_trial: int, soak_steps: int | None, tolerance: float, time_limit_s: float | None
-) -> None:
-    if type(steps_per_trial) is not int or steps_per_trial < 1:
-        raise ValueError(f"steps_per_trial must be a positive integer, not {steps_per_trial!r}")
-    least = max(_LEAST_STEPS, steps_per_trial)
-    if soak_steps is not None and (type(soak_steps) is not int or 0 != soak_steps < least):
-        raise ValueError(
-            f"soak_steps must be 0 or at least the steps of a trial ({least}), not {soak_steps!r}"
-        )
-    if type(tolerance) not in (int, float) or not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must be at least 0 and below 1, not {tolerance!r}")
-    if time_limit_s is not None and (type(time_limit_s) not in (int, float) or not time_limit_s > 0):
-        raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
-
-
-def _check_names(batch_arg_name: object, key: object, fresh: object) -> None:
-    if not isinstance(batch_arg_name, str) or not batch_arg_name:
-        raise ValueError(f"batch_arg_name must be the name of an attribute, not {batch_arg_name!r}")
-    if key is not None and not (isinstance(key, str) and key.strip()):
-        raise ValueError(f"key must be a name or None, not {key!r}")
-    if type(fresh) is not bool:
-        raise ValueError(f"fresh must be True or False, not {fresh!r}")
 
 
 def _in_our_words(error: BaseException) -> None:

@@ -60,8 +60,26 @@ class OomProofTraining(Callback):
     batch, and may be called several times for one. What it learned is kept in checkpoints.
 
     Args:
+        weight: what a microbatch counts in the batch's mean, as in `Microbatcher`; give it for a mean over
+            tokens.
+        split: `split(batch, sizes)`, for batches that cannot be cut by rows, as in `Microbatcher`.
+        count: `count(batch)`, where a batch can be read in two ways, as in `Microbatcher`.
+        lengths: for padded batches, as in `Microbatcher`.
+        pad_keys: names of the padded parts, where shapes do not show them.
+        pad_dim: their padded dimension, where shapes do not show it.
+        padding_side: "left" or "right", where masks do not show it.
+        microbatch_size: the most samples a microbatch may have; default: the whole batch.
+        budget: bytes that the program may use ("20GiB").
+        batch_norm: "warn", "error", "exact" or "ignore", as in `Microbatcher`.
+        compared: "error", "warn" or "ignore", for losses that compare samples, as in `Microbatcher`.
+        on_event: called with each `MicrobatchEvent`.
+        noise: a `GradientNoise` that measures the noise scale.
+        sync: under DDP, "safe" or "overlap", as in `Microbatcher`.
+        timeout_s: under DDP, seconds that this rank waits for others; default: 600.
         rollback: copy what an optimizer step moves to host memory first, so that it can always be undone.
-        The others are those of `batchfit.Microbatcher`. For a mean over tokens give `weight`.
+
+    Attributes:
+        retries: OOM retries over the whole run.
     """
 
     def __init__(

@@ -46,8 +46,12 @@ class BatchSizeSchedule(Callback):
             parameter group.
         largest: the largest batch that fits.
         tokens_per_sample: for schedules in tokens.
-        noise, throughput: for `NoiseBatchSizeConfig`; give the same noise to `OomProofTraining(noise=)`.
+        noise: for `NoiseBatchSizeConfig`: a `GradientNoise`; give the same one to `OomProofTraining(noise=)`.
+        throughput: for `NoiseBatchSizeConfig`: `throughput(size)` gives samples per second.
         on_event: called with each `batchfit.ScheduleEvent`.
+
+    Attributes:
+        scheduler: the `BatchSizeScheduler`; None before `fit`.
     """
 
     def __init__(

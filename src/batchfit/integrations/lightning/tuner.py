@@ -41,12 +41,22 @@ class Tuner:
 
         Args:
             model: the module.
-            train_dataloaders, val_dataloaders: with `method="fit"`, as `fit` takes them.
+            train_dataloaders: with `method="fit"`, as `fit` takes them.
+            val_dataloaders: with `method="fit"`, as `fit` takes them.
             dataloaders: with the other methods.
             datamodule: in place of loaders.
             method: "fit", "validate", "test" or "predict".
-            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, options: those of
-                `BatchSizeFinder`.
+            mode: how sizes are chosen, as in `BatchSizeFinder`.
+            steps_per_trial: steps of each trial.
+            init_val: the first size to try.
+            max_trials: how many trials there may be.
+            batch_arg_name: the attribute that holds the size.
+            margin: this share of the size is given up.
+            max_val: the largest size to try.
+            **options: the other keywords of `BatchSizeFinder`.
+
+        Returns:
+            The batch size of one process.
         """
         finder = BatchSizeFinder(
             mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, **options
@@ -57,7 +67,12 @@ class Tuner:
         return finder.optimal_batch_size
 
     def lr_find(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's own search for a learning rate."""
+        """Lightning's own search for a learning rate.
+
+        Args:
+            *args: as Lightning's `Tuner.lr_find` takes them.
+            **kwargs: as Lightning's `Tuner.lr_find` takes them.
+        """
         return part(self._trainer, "tuner.tuning").Tuner(self._trainer).lr_find(*args, **kwargs)
 
 

@@ -38,12 +38,15 @@ from batchfit.integrations.transformers.search import find_microbatch
 
 
 class BatchfitMixin:
-    """Adds batchfit to a Trainer class of yours.
+    """Adds batchfit to a Trainer class of yours; it goes before the Trainer in the bases.
 
         class MyTrainer(BatchfitMixin, Trainer): ...
         trainer = MyTrainer(model, args, train_dataset=dataset, batchfit=Options(budget="20GiB"))
 
-    It goes before the Trainer in the bases.
+    Args:
+        *args: go to the Trainer.
+        batchfit: the options; default: `Options()`.
+        **kwargs: go to the Trainer.
     """
 
     _batchfit: TrainerRun
@@ -282,8 +285,17 @@ def adapt(trainer: Any, **options: Any) -> Any:
 
         adapt(trainer, budget="20GiB").train()
 
-    Keywords are those of `Options`. The trainer's class becomes a subclass of its own class. A second call
-    replaces the options.
+    The trainer's class becomes a subclass of its own class. A second call replaces the options.
+
+    Args:
+        trainer: a `transformers.Trainer`, or one of a class made from it.
+        **options: those of `Options`, as keywords.
+
+    Returns:
+        The same trainer.
+
+    Raises:
+        TypeError: `trainer` is no `transformers.Trainer`.
     """
     kind: Any = type(trainer)
     if not issubclass(kind, transformers.Trainer):

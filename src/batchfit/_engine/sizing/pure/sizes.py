@@ -298,7 +298,17 @@ EventKind = Literal["shrunk", "grown", "lowered", "retry", "skipped", "relearned
 @final
 @dataclass(frozen=True, slots=True)
 class MicrobatchEvent:
-    """Something that happened to the microbatch size, for a log or a dashboard."""
+    """The microbatch size changed, or what was learned did, and why: what `on_event` is called with.
+
+    Attributes:
+        kind: "shrunk" (OOM), "grown", "lowered" (allocation retries), "retry" (fragmented memory: the same
+            size again), "skipped" (a batch without weight) or "relearned" (what was learned is void).
+        size_before: the size before.
+        size_after: the size from now on.
+        why: the reason, as a sentence.
+        peak_bytes: peak of live bytes; None without a reading.
+        shape: the shape of the batch; empty where it holds for all.
+    """
 
     kind: EventKind
     size_before: int

@@ -2,11 +2,13 @@
 
 Rules: light and of the standard library, since every Python of the command pays for it. A `sitecustomize` of
 the user's own runs as it would without this one. Nothing here raises into the program: what fails is written
-to a file beside the socket, where the parent finds it.
+to a file beside the socket, where the parent finds it. A program that starts others with an environment of
+its own starts them with the probe.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -15,6 +17,8 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDER = os.environ.get("BATCHFIT_PROBE_FOLDER", "")
+_OURS = {name: text for name, text in os.environ.items() if name.startswith("BATCHFIT_PROBE")}
+_EXIT_FILE = os.environ.get("BATCHFIT_EXIT_FILE", "")  # of `batchfit run --restarts`, which has no probe
 
 
 def mark(name: str, text: str = "") -> None:
@@ -27,15 +31,16 @@ def mark(name: str, text: str = "") -> None:
         pass
 
 
-class TorchWatch:
-    """Finds torch as Python would; once its code has run, the probe starts."""
+class ImportWatch:
+    """Finds modules as Python would; once the code of one has run, what is to be done after it is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: dict[str, Any]) -> None:
+        self._after = after
         self._asking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec of torch, with a loader that starts the probe afterwards; None for all others."""
-        if name != "torch" or self._asking:
+        """The spec of a module that is waited for, with a loader that calls back; None for all others."""
+        if name not in self._after or self._asking:
             return None
         self._asking = True
         try:
@@ -48,24 +53,71 @@ class TorchWatch:
 
             def exec_module(module: ModuleType) -> None:
                 plain(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                    start()
+                after = self._after.pop(name, None)
+                if after is not None:
+                    after(module)
 
             loader.exec_module = exec_module
         return spec
 
 
-def start() -> None:
+def start(_torch: ModuleType) -> None:
     """Start the probe, from the batchfit that the parent runs, whatever this Python has installed."""
+    if sys.version_info < (3, 11):  # noqa: UP036  the program's Python is not the parent's
+        mark("failed", "it is Python {}.{}, and the probe needs 3.11 or later".format(*sys.version_info[:2]))
+        return
     try:
-        if "batchfit" not in sys.modules:
-            sys.meta_path.insert(0, OurFinder())
+        find_ours()
         from batchfit._program.probe.start import start_probe
 
         start_probe()
     except Exception as error:  # noqa: BLE001  the program must not fail of its probe; the parent says it
         mark("failed", f"{type(error).__name__}: {error}\n")
+
+
+def limit_side_effects(module: ModuleType) -> None:
+    """Keep a tracker or an upload of the program from writing where its real runs do."""
+    try:
+        find_ours()
+        from batchfit._program.probe.side_effects import redirect
+
+        redirect(module, _FOLDER)
+    except Exception as error:  # noqa: BLE001  as above
+        mark("side_effects", f"{module.__name__}: {error}\n")
+
+
+def follow_children(subprocess: Any) -> None:
+    """Give the probe to the processes of `subprocess`, whatever environment they get."""
+    plain = subprocess.Popen.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        env = kwargs.get("env")
+        path = (os.environ if env is None else env).get("PYTHONPATH") or ""
+        if _HERE not in path.split(os.pathsep):
+            whole = os.pathsep.join([_HERE, path]) if path else _HERE
+            kwargs["env"] = {**(os.environ if env is None else env), **_OURS, "PYTHONPATH": whole}
+        plain(self, *args, **kwargs)
+
+    subprocess.Popen.__init__ = __init__
+
+
+def note_exit(owner: int) -> None:
+    """Note what ended this process, where it is one that torch was loaded in."""
+    if os.getpid() != owner or "torch" not in sys.modules:
+        return
+    try:
+        find_ours()
+        from batchfit._program.probe import exit_note
+
+        exit_note.note_exit(_EXIT_FILE)
+    except Exception as error:  # noqa: BLE001  as above; without a note there is no restart
+        mark("failed", f"{type(error).__name__}: {error}\n")
+
+
+def find_ours() -> None:
+    """Let `import batchfit` find the package where the parent has it."""
+    if "batchfit" not in sys.modules and not any(isinstance(one, OurFinder) for one in sys.meta_path):
+        sys.meta_path.insert(0, OurFinder())
 
 
 class OurFinder:
@@ -91,5 +143,11 @@ def chain() -> None:
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
 if _FOLDER and os.path.isdir(_FOLDER):
     mark("python")
-    sys.meta_path.insert(0, TorchWatch())
+    after: dict[str, Any] = {"torch": start, "subprocess": follow_children}
+    if os.environ.get("BATCHFIT_PROBE"):
+        trackers = ("torch.utils.tensorboard.writer", "tensorboardX.writer", "huggingface_hub.hf_api")
+        after.update(dict.fromkeys(trackers, limit_side_effects))
+    sys.meta_path.insert(0, ImportWatch(after))
+elif _EXIT_FILE:
+    atexit.register(note_exit, os.getpid())
 chain()

@@ -1,0 +1,157 @@
+"""`batchfit run -- python train.py --batch-size {}`: the size found or remembered, then the program itself.
+
+Rules: stdout is the program's; all that is said here goes to stderr. What is wrong with the flags is said
+before anything is started. An interrupt during the search ends the command, and during the run it is the
+program's. Once the program has run, its exit code is the command's.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from batchfit._cli.commands.find import search_job
+from batchfit._cli.commands.find_answer import count_of, headline
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.output import check_writable, stdout_for_results
+from batchfit._cli.programs.find import ProgramCall, program_job, program_options
+from batchfit._cli.traced import wrong_flag
+from batchfit._files import write_atomically
+from batchfit._options import flags_in
+from batchfit._program.pure.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from batchfit._find.pure.options import FindOptions
+    from batchfit._program.pure.template import CommandTemplate
+    from batchfit._program.running.real_run import Started
+    from batchfit.results import FitResult
+
+
+def run_for_real(call: ProgramCall) -> int:
+    """Find a size, or take the one that is known, and run the program with it; the exit code of both."""
+    own = {name for name, _, _ in flags_in(RunOptions)}
+    template = call.template("run")
+    try:
+        options = RunOptions(**{name: value for name, value in call.flags.items() if name in own})
+        if template.has_out and options.out is None and not options.dry_run:
+            raise ValueError("out must be given where the command has {out}: --out runs/1 names the folder")
+        if call.delivery.as_json and not options.dry_run:
+            raise ValueError(
+                "json must be left out without --dry-run, as stdout is the program's: --output FILE"
+            )
+    except (ValueError, TypeError) as error:
+        raise wrong_flag(error, "run") from None
+    flags = {name: value for name, value in call.flags.items() if name not in own}
+    finding, stored = program_options(flags, "run")
+    if flags.get("resume") is not None:
+        check_writable(flags["resume"], name="resume")
+    call.delivery.check()
+    fit: FitResult | None = None
+    size = options.size
+    if size is None:
+        job = program_job(template, finding, stored)
+        with stdout_for_results(alone=True):
+            ended = search_job(job)
+        fit, size = ended.fit, options.size_of(ended.fit.batch_size, finding.search().sizes)
+        if ended.code is not Code.FOUND:
+            again = f"batchfit run --size {fit.batch_size} -- {template.shown_template()}"
+            raise CommandFailed(
+                ended.code, f"{headline(fit)}; the program was not started. Run it with: {again}"
+            )
+        _say(_found(fit, size))
+    elif finding.search().sizes.index(size) < 0:
+        raise wrong_flag(
+            ValueError(f"size must be at least min_size ({finding.min_size}), not {size!r}"), "run"
+        )
+    if options.dry_run:
+        return _show(call, template, size, options)
+    return _run(call, template, size, options, finding, fit)
+
+
+def _run(
+    call: ProgramCall,
+    template: CommandTemplate,
+    size: int,
+    options: RunOptions,
+    finding: FindOptions,
+    fit: FitResult | None,
+) -> int:
+    from batchfit import errors
+    from batchfit._program.running.foreground import flush_own_streams
+    from batchfit._program.running.real_run import RealRun
+
+    run = RealRun(
+        template=template,
+        sizes=finding.search().sizes,
+        ran=() if fit is None else tuple(trial.size for trial in fit.trials if trial.fits),
+        restarts=options.restarts,
+        out="" if options.out is None else str(options.out),
+        say=_say,
+    )
+    _say(f"running {template.shown(size)}")
+    flush_own_streams()
+    try:
+        starts = run.to_the_end(size)
+    except errors.ProgramError as error:
+        raise CommandFailed(Code.RAISED, str(error)) from None
+    code = starts[-1][1].exit_code
+    if call.delivery.output is not None:
+        try:
+            write_atomically(call.delivery.output, _result(template, starts, fit))
+        except OSError as error:
+            _say(f"the result could not be saved to {call.delivery.output}: {error.strerror or error}")
+    return code
+
+
+def _result(template: CommandTemplate, starts: list[Started], fit: FitResult | None) -> str:
+    import batchfit
+    from batchfit.results import ProgramRun, ProgramStart
+
+    run = ProgramRun(
+        command=template.words,
+        batch_size=starts[-1][0],
+        exit_code=starts[-1][1].exit_code,
+        starts=tuple(
+            ProgramStart(batch_size=size, exit_code=one.exit_code, oom=one.too_large, elapsed_s=one.elapsed_s)
+            for size, one in starts
+        ),
+        fit=fit,
+        batchfit_version=batchfit.__version__,
+    )
+    return run.to_json() + "\n"
+
+
+def _show(call: ProgramCall, template: CommandTemplate, size: int, options: RunOptions) -> Code:
+    """The command, and nothing else, on stdout."""
+    out = "{out}" if options.out is None else str(options.out)
+    if call.delivery.as_json:
+        sets = {f"{one.file}:{'.'.join(one.keys)}": size for one in template.sets}
+        shown = {
+            "kind": "run_plan",
+            "schema_version": 1,
+            "command": template.command(size, out=out),
+            "environment": template.variables(size),
+            "files": sets,
+            "batch_size": size,
+        }
+        text = json.dumps(shown, indent=2)
+    else:
+        words = [f"{name}={value}" for name, value in template.variables(size).items()]
+        text = " ".join([*words, shlex.join(template.command(size, out=out))])
+        text += "".join(f"  # {'.'.join(one.keys)}: {size} in {one.file}" for one in template.sets)
+    sys.stdout.write(f"{text}\n")
+    return Code.FOUND
+
+
+def _found(fit: FitResult, size: int) -> str:
+    how = f"{headline(fit)}: {count_of(len(fit.trials), 'trial')} in {fit.elapsed_s:.1f} s"
+    if fit.from_store:
+        how = f"{headline(fit)}: remembered, and confirmed now (--fresh searches again)"
+    return how if size == fit.batch_size else f"{how}; with the margin {size}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"batchfit: {text}\n")
+    sys.stderr.flush()

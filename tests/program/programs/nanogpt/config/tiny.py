@@ -1,0 +1,12 @@
+out_dir = "out-tiny"
+eval_interval = 250
+eval_iters = 2
+log_interval = 1
+block_size = 64
+n_layer = 2
+n_head = 2
+n_embd = 64
+dropout = 0.1
+max_iters = 5000
+device = "cpu"
+compile = False
