@@ -33,6 +33,7 @@ class ProgramCase:
     source: str = ""  # a file or folder of PROGRAMS; default: the file of the case's name
     prepare: Callable[[Path], None] | None = None
     needs: tuple[str, ...] = ()  # what must be installed beside torch
+    writes: tuple[str, ...] = ()  # what the program itself has written into its folder before its steps
 
     def make(self, folder: Path) -> None:
         """Put the program and its data into a folder."""
@@ -111,6 +112,7 @@ CASES = (
         "32MiB",
         source="nanogpt",
         prepare=_characters,
+        writes=("out-tiny",),
     ),
     ProgramCase("dotted", ("python", "train.py", "train.batch_size={}"), "48MiB", source="dotted"),
     ProgramCase(
@@ -149,10 +151,10 @@ CASES = (
         ("torchrun", "--standalone", "--nproc-per-node", "2", "ddp.py", "--batch-size", "{}"),
         "6MiB",
     ),
-    ProgramCase("gan", ("python", "gan.py", "--batchSize", "{}"), "16MiB"),
+    ProgramCase("gan", ("python", "gan.py", "--batchSize", "{}"), "6MiB"),
     ProgramCase("evaluate", ("python", "evaluate.py", "--eval-batch-size", "{}"), "24MiB"),
     ProgramCase("generate", ("python", "generate.py", "--batch_size", "{}"), "8MiB", needs=("transformers",)),
-    ProgramCase("catches_oom", ("python", "catches_oom.py", "--max-sentences", "{}"), "32MiB"),
+    ProgramCase("catches_oom", ("python", "catches_oom.py", "--max-sentences", "{}"), "16MiB"),
     ProgramCase("loader_workers", ("python", "loader_workers.py", "-b", "{}", "-j", "2"), "24MiB"),
 )
 # With packages that the tests do not install.

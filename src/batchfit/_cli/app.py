@@ -208,18 +208,28 @@ def explain(
 @flags_of(ProfileOptions)
 def profile(
     context: typer.Context,
-    target: Target,
     flags: FlagValues,
+    target: TargetOrCommand = None,
+    env: ProgramEnv = None,
+    set_: ProgramSet = None,
     json: Annotated[bool, json_flag("The profile as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
     plot: Annotated[Path | None, plot_flag("throughput against size")] = None,
     traceback: WholeTracebacks = False,
 ) -> None:
-    from batchfit._cli.commands.profile import profile_target
     from batchfit._cli.traced import Delivery, TargetCall
 
     given = {**flags, "sizes": listed_sizes(flags["sizes"])}
     delivery = Delivery(as_json=json, output=output, plot=plot)
+    if target is None:
+        from batchfit._cli.programs.find import ProgramCall
+        from batchfit._cli.programs.profile import profile_command
+
+        program = ProgramCall(program_words(context), listed(env) or (), set_ or (), given, delivery)
+        return end(lambda: profile_command(program))
+    from batchfit._cli.commands.profile import profile_target
+
+    no_program_flags(env, set_)
     call = TargetCall(target, given, delivery, traceback, script_arguments(context))
     end(lambda: profile_target(call))
 

@@ -121,8 +121,8 @@ def program_words(context: typer.Context) -> tuple[str, ...]:
     words = script_arguments(context)
     if not words:
         raise typer.BadParameter(
-            "give a TARGET (file.py:name), or any command after --: batchfit find -- python train.py "
-            "--batch-size {}"
+            f"give a TARGET (file.py:name), or any command after --: batchfit {context.command.name} -- "
+            "python train.py --batch-size {}"
         )
     return words
 

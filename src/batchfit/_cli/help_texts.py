@@ -119,12 +119,16 @@ Examples:
 PROFILE_HELP = f"""\
 Measure the throughput of TARGET by batch size, and recommend one.
 
+Any program will do, with no line changed: its command stands after --, with
+{{}} in the place of the batch size. Each size is a run of it that ends early.
+
 Steps are warmed up and timed until the time is known, at few sizes. The
 recommended size is the smallest within --within of the best throughput: past
 it a larger batch only takes more memory. What holds throughput back is named,
 with its figures and what to change.
 
 Examples:
+  batchfit profile -- python train.py --batch-size {{}}
   batchfit profile train.py:make
   batchfit profile train.py:make --budget 24GiB --plot throughput.png
   batchfit profile train.py:make --sizes 16 --sizes 32 --sizes 64

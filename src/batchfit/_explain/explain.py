@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.replay import simulate
-from batchfit._engine.trace.trace import unseen
+from batchfit._engine.trace.trace import module_classes, unseen
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
@@ -95,7 +93,7 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
         card=rules.gpu.name,
         based_on=basis,
         kinds=_holders(by_kind(peak), peak.size),
-        modules=_holders(by_module(peak, classes_of(reach.parts), outside=_outside(work)), peak.size),
+        modules=_holders(by_module(peak, module_classes(reach.parts), outside=_outside(work)), peak.size),
         lines=_holders(by_line(peak), peak.size),
         what_ifs=tuple(found),
         timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(now.at_size)),
@@ -104,16 +102,6 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
     )
-
-
-def classes_of(parts: Sequence[Any]) -> dict[str, str]:
-    """The class of each module by its path, as traces name them; the first model's under "" ."""
-    found: dict[str, str] = {}
-    for part in parts:
-        if isinstance(part, nn.Module):
-            for path, module in part.named_modules():
-                found.setdefault(path, type(module).__name__)
-    return found
 
 
 def _holders(held: Sequence[PeakPart], peak_bytes: int) -> tuple[Holder, ...]:

@@ -30,7 +30,14 @@ from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.trace.workload import STRAIGHT, TracedWorkload, rules_for, trace_workload
+from batchfit._engine.trace.trace import TraceSource
+from batchfit._engine.trace.workload import (
+    STRAIGHT,
+    TracedWorkload,
+    rules_for,
+    trace_source,
+    trace_workload,
+)
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._predict.oracle import (
@@ -109,7 +116,7 @@ def predict_with(
 def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
-    target, max_size, margin, calibrate = options.target, options.max_size, options.margin, options.calibrate
+    target, max_size, calibrate = options.target, options.max_size, options.calibrate
     reach = reach_of(work)
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
@@ -129,19 +136,47 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
         measured, trials = calibration(work, traced, settings, budget_bytes=max(budgets))
         if trials:  # else what is held beside the workload still counts
             residual, basis = measured, "calibrated"
-    share = margin_of(traced, basis) if margin is None else margin
+    return _answered(traced, settings, residual, budgets, basis, trials, options, begun)
+
+
+def predict_source(source: TraceSource, options: PredictOptions) -> Prediction:
+    """What the traces of a source predict, without a GPU; they may be of a program in its own process."""
+    begun = time.perf_counter()
+    if options.calibrate:
+        raise ValueError("calibrate must be left out where nothing can be run here")
+    target = options.target
+    budgets = options.budgets_bytes or ([] if target is None else [target.usable_bytes])
+    if not budgets:
+        raise ValueError('budget must be given ("80GiB"), or gpu')
+    settings = allocator_rules(options.expandable_segments)
+    traced = trace_source(source, budget_bytes=max(budgets), most=options.max_size)
+    return _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun)
+
+
+def _answered(
+    traced: TracedWorkload,
+    settings: AllocatorSettings,
+    residual: tuple[float, float],
+    budgets: list[int],
+    basis: Basis,
+    trials: Sequence[Trial],
+    options: PredictOptions,
+    begun: float,
+) -> Prediction:
+    """The prediction for all budgets, from what was traced."""
+    share = margin_of(traced, basis) if options.margin is None else options.margin
     oracles = Oracles([Oracle(traced, settings, residual)])
-    found = [oracles.largest(one, share, max_size) for one in budgets]
+    found = [oracles.largest(one, share, options.max_size) for one in budgets]
     if found[0] is None and len(budgets) == 1:
         raise NothingFitsError(
             1,
-            device=rules.gpu.name,
+            device=traced.rules.gpu.name,
             budget_bytes=budgets[0],
             peak_bytes=oracles.of(1).peak(1),
             state_bytes=oracles.of(1).traced.at(1).state_bytes,
             detail="predicted",
         )
-    return _prediction(oracles, budgets, found, basis, share, trials, target, begun, max_size)
+    return _prediction(oracles, budgets, found, basis, share, trials, options.target, begun, options.max_size)
 
 
 def calibration(

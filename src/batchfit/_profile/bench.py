@@ -14,32 +14,43 @@ Rules:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Self, TypeVar, final
 
+import torch
 from torch import nn
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.device import Device, Peaks, counts_memory
+from batchfit._engine.device.device import CpuDevice, Device, Peaks, counts_memory
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.tensors import trained_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.torch_private.dynamo import compilations
+from batchfit._engine.torch_private.dynamo import (
+    DEFAULT_LIMIT,
+    compilations,
+    is_compiled_model,
+    recompile_limit,
+)
 from batchfit._engine.trial.guarded_steps import Step, guarded_steps
 from batchfit._engine.trial.in_process import FrozenGarbage, collect_garbage
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.virtual_memory.memory import eagerly
-from batchfit._find.pure.memory_curve import Curve, MemoryReading, cache_is_releasable
+from batchfit._profile.measuring import Rates
+from batchfit._profile.memory_outlook import MemoryOutlook
 from batchfit._profile.model_inputs import InputsSeen, watched_inputs
+from batchfit._profile.pure.peak_flops import peak_flops
 from batchfit._profile.pure.steady import Timing
 from batchfit._profile.readings import flops_of, refuses_to_count
 from batchfit._profile.timing import TimedRun, run_timed
 from batchfit.workload import Workload
 
 T = TypeVar("T")
+_SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it
 
 
 @final
@@ -57,8 +68,7 @@ class Bench:
         self.flops_per_sample: float | None = None  # where they were counted
         self.model = work.model
         self._memory: dict[int, TimedRun] = {}
-        self._readings: list[MemoryReading] = []
-        self._held_bytes: int | None = None  # the least that any size has held between steps
+        self._outlook = MemoryOutlook(budget_bytes)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -118,18 +128,69 @@ class Bench:
             run.peaks, run.held_bytes = memory.peaks, memory.held_bytes
         run = self._of_all(run)
         if step is None:
-            self._learn(run)
+            self._outlook.learn(run)
         return run
 
     def limit(self) -> int | None:
         """The largest size that memory allows, as the readings have it; None where they say nothing."""
-        if not self._readings:
-            return None
-        outlook = Curve.through(
-            self._readings, budget_bytes=self.budget_bytes, floor_bytes=self._held_bytes
-        ).outlook()
-        most = max(outlook.safe, outlook.low, float(self._readings[-1].size))
-        return None if most == float("inf") or most > 2**40 else int(most)
+        return self._outlook.limit()
+
+    # --- what a profile asks of whatever times the sizes (`SizeTimer`)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks step together."""
+        return self.ranks.world_size
+
+    @property
+    def device_name(self) -> str:
+        """As torch has it."""
+        return self.device.name
+
+    @property
+    def device_model(self) -> str:
+        """`NVIDIA H200`; empty where torch does not tell."""
+        if isinstance(self.device, CudaDevice):
+            with suppress(RuntimeError, AssertionError):
+                return torch.cuda.get_device_name(self.device.index)
+        return ""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks."""
+        return self.ranks.is_main
+
+    def is_late(self) -> bool:
+        """Whether the time is over, on any rank."""
+        late = self.deadline_s is not None and time.perf_counter() >= self.deadline_s
+        return self.ranks.any(late, doing="the time that is left")
+
+    def pace_s(self, run: TimedRun) -> float:
+        """Seconds that sizes are compared by."""
+        return run.interval.median
+
+    def rates(self, run: TimedRun, *, tokens_per_sample: int | None) -> Rates:
+        """What a step of this run gets done."""
+        step_s, seen = run.interval.median, self.seen[run.size]
+        passes = self.work._passes  # a step accumulates the gradients of this many times `size` samples
+        per_s = run.size * passes * self.world_size / step_s
+        flops = self.flops_per_sample * run.size * passes / step_s if self.flops_per_sample else None
+        peak = peak_flops(self.device_model, seen.precision)
+        if tokens_per_sample is None and seen.tokens:
+            tokens_per_s: float | None = seen.tokens * passes * self.world_size / step_s
+        else:
+            tokens_per_s = None if tokens_per_sample is None else tokens_per_sample * per_s
+        return Rates(per_s, tokens_per_s, flops, flops / peak if flops is not None and peak else None)
+
+    def notes(self, runs: Mapping[int, TimedRun]) -> Iterator[str]:
+        """What is to be known of the times beside what the points say."""
+        if self.model is not None and is_compiled_model(self.model) and len(runs) >= _SIZES_MANY:
+            yield (
+                f"{len(runs)} sizes of a compiled model: past recompile_limit "
+                f"({recompile_limit() or DEFAULT_LIMIT}) torch runs new ones eagerly"
+            )
+        if isinstance(self.device, CpuDevice) and counts_memory(self.device):
+            yield "timed under virtual_memory, which makes every operation slower"
 
     def _count_flops(self, size: int) -> bool:
         """Count the operations of one more step within the timing; False where it was cut off."""
@@ -203,23 +264,6 @@ class Bench:
         run = TimedRun(size, peaks=Peaks(trial.peak_bytes or 0), held_bytes=trial.held_bytes)
         self._memory[size] = run
         return run
-
-    def _learn(self, run: TimedRun) -> None:
-        if not run.fits or run.peaks is None:
-            return
-        reading = MemoryReading.of(
-            run.size,
-            run.peaks.allocated_bytes,
-            reserved_bytes=run.peaks.reserved_bytes,
-            split_bytes=run.peaks.split_bytes,
-            releases=cache_is_releasable(run.peaks.allocated_bytes, retries=run.alloc_retries),
-        )
-        if run.held_bytes is not None:
-            known = (run.held_bytes, self._held_bytes)
-            self._held_bytes = min(one for one in known if one is not None)
-        if reading is not None:
-            self._readings = [one for one in self._readings if one.size != run.size]
-            self._readings = sorted([*self._readings, reading], key=lambda one: one.size)
 
 
 def _highest(values: Any) -> Any:

@@ -78,22 +78,40 @@ def _left_out(found: Diagnosis, facts: Facts, *, may_step: bool) -> Iterator[str
 
 def _measured(found: Diagnosis, point: ThroughputPoint) -> Facts:
     """What the timed sizes say already."""
-    size, run = point.size, found.runs[point.size]
+    return timed_facts(
+        point,
+        found.runs,
+        budget_bytes=found.bench.budget_bytes,
+        has_own_clock=isinstance(found.bench.device, CudaDevice),
+        cut_off_by_memory=found.cut_off_by_memory,
+    )
+
+
+def timed_facts(
+    point: ThroughputPoint,
+    runs: Mapping[int, TimedRun],
+    *,
+    budget_bytes: int,
+    has_own_clock: bool,
+    cut_off_by_memory: bool,
+) -> Facts:
+    """What the timed sizes say of the size at this point."""
+    size, run = point.size, runs[point.size]
     return Facts(
         size=size,
         step_s=point.step_s,
         steps=point.steps_timed,
-        has_own_clock=isinstance(found.bench.device, CudaDevice),
+        has_own_clock=has_own_clock,
         host_s=point.host_s,
         alloc_retries=run.alloc_retries,
         reserved_bytes=point.reserved_bytes,
-        budget_bytes=found.bench.budget_bytes,
+        budget_bytes=budget_bytes,
         growth=None if point.gain is None else 2 / point.gain,
-        cut_off_by_memory=found.cut_off_by_memory,
+        cut_off_by_memory=cut_off_by_memory,
         flops_share=point.flops_share,
         crowded=[
             (one.size, one.alloc_retries, len(one.times_s))
-            for one in sorted(found.runs.values(), key=lambda one: one.size)
+            for one in sorted(runs.values(), key=lambda one: one.size)
             if one.size > size and one.alloc_retries
         ],
     )

@@ -13,13 +13,9 @@ from dataclasses import dataclass
 from typing import final
 
 from batchfit._charts.throughput_page import format_rate
-from batchfit._engine.device.device import CpuDevice, counts_memory
-from batchfit._engine.torch_private.dynamo import DEFAULT_LIMIT, is_compiled_model, recompile_limit
-from batchfit._profile.bench import Bench
 from batchfit._profile.timing import TimedRun
 from batchfit.results import Accumulation, ThroughputPoint
 
-_SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it
 # Times the smallest size, and times its time: a step that takes no more ignores its size.
 _SIZE_RATIO, _SAME_TIME_RATIO = 64, 1.1
 
@@ -104,9 +100,7 @@ def accumulation(
     )
 
 
-def notes(
-    bench: Bench, runs: Mapping[int, TimedRun], points: Sequence[ThroughputPoint], *, stopped: str
-) -> Iterator[str]:
+def notes(runs: Mapping[int, TimedRun], points: Sequence[ThroughputPoint], *, stopped: str) -> Iterator[str]:
     """What a reader of the figures has to know."""
     why = {
         "drifting": "the times go one way (clocks, another program)",
@@ -132,13 +126,6 @@ def notes(
     late = [run.size for run in runs.values() if run.late_recompilations]
     if late:
         yield f"torch.compile compiled again while batch size {late[0]} was timed"
-    if bench.model is not None and is_compiled_model(bench.model) and len(points) >= _SIZES_MANY:
-        yield (
-            f"{len(points)} sizes of a compiled model: past recompile_limit "
-            f"({recompile_limit() or DEFAULT_LIMIT}) torch runs new ones eagerly"
-        )
-    if isinstance(bench.device, CpuDevice) and counts_memory(bench.device):
-        yield "timed under virtual_memory, which makes every operation slower"
 
 
 def _ignores_its_size(one: ThroughputPoint, last: ThroughputPoint) -> bool:

@@ -52,16 +52,19 @@ class ProbeFolder:
     """What a probe has for itself: its socket, temporary files, copies of configs, and `{out}`."""
 
     def __init__(self) -> None:
-        place = None if len(tempfile.gettempdir()) < _LONGEST_SOCKET - 30 else "/tmp"
+        made: Path | None = None
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="batchfit-", dir=place))
+            place = None if len(tempfile.gettempdir()) < _LONGEST_SOCKET - 30 else "/tmp"
+            made = self.path = Path(tempfile.mkdtemp(prefix="batchfit-", dir=place))
             for name in ("t", "out", "b"):
                 (self.path / name).mkdir()
             self._write_shims(self.path / "b")
         except OSError as error:
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)
             raise ProgramError(
-                f"no folder for a probe could be made in {place or tempfile.gettempdir()}: "
-                f"{error.strerror or error}. Free some space, or name another place with TMPDIR"
+                f"no folder for a probe could be made: {error.strerror or error} "
+                f"({made or 'of TMPDIR and /tmp'}). Free some space, or name another place with TMPDIR"
             ) from None
 
     def _write_shims(self, place: Path) -> None:

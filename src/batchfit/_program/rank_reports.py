@@ -34,6 +34,7 @@ class RankReport:
     steps: list[Event] = field(default_factory=list)
     reached: int | None = None  # the step at which it waits
     steps_s: list[float] = field(default_factory=list)  # as its device took them, once it has waited
+    counts_memory: bool = False  # in a way that slows its steps
     largest_bytes: int | None = None  # the largest block that its allocator has taken
     exited: bool = False
 
@@ -104,6 +105,7 @@ class Reports:
         elif kind == "reached":
             rank.reached = event["number"]
             rank.steps_s = event["steps_s"]
+            rank.counts_memory = event["counts_memory"]
             rank.largest_bytes = event.get("largest_bytes")
             self.is_evaluation = event["kind_of_step"] == "pass"
         elif kind == "oom":
@@ -133,6 +135,11 @@ class Reports:
     def world_size(self) -> int:
         """How many ranks there are."""
         return max((one.world_size for one in self.ranks.values()), default=1)
+
+    @property
+    def other_nodes(self) -> RankReport | None:
+        """A rank of a program that needs more nodes than this one, if it does."""
+        return next((one for one in self.ranks.values() if one.world_size > one.local_world_size), None)
 
     @property
     def steps_run(self) -> int:

@@ -14,28 +14,20 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import getpass
-import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Protocol, Self, final
 
-import batchfit
-from batchfit._engine.device.device import read_ram, without_budget
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.in_children import ChildDevice, ending_text
 from batchfit._engine.trial.trial import LargestBatch, RunTrial, TrialRequest
-from batchfit._program.command_run import INJECT, CommandRun, ProbeFolder, new_token
-from batchfit._program.config_copy import write_copies
+from batchfit._program.command_run import CommandRun
+from batchfit._program.probe_run import check_seen, ram_bytes, start_run
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
-from batchfit._program.pure.variables import probe_variables
 from batchfit._program.rank_reports import Reports
 from batchfit.errors import ProgramError
 from batchfit.results import Trial
@@ -45,7 +37,7 @@ _FIRST_STEP_S = 3600.0  # without a word before: models are loaded, and data is 
 _NO_STEP_S = 4 * 3600.0  # whatever it prints
 _FAREWELL_S = 10.0  # for the other ranks and the launcher, after one rank has failed
 _SOAK_SHARE_OF_START = 0.5
-_SOURCE = Path(batchfit.__file__).parent.parent
+_ASKS = "the program asks for input, and a probe has none"
 
 
 @final
@@ -60,6 +52,13 @@ class ProgramTarget:
     soak_steps: int = 25
     on_device: Callable[[str, int], object] | None = None
     on_step: Callable[[int, int], object] | None = None
+
+
+class RunPace(Protocol):
+    """Says how a run goes on once all ranks have taken the steps that were asked for."""
+
+    def __call__(self, reports: Reports, *, start_s: float) -> dict[str, Any] | None:
+        """What to answer the ranks that wait (`until` which step); None where the run has shown enough."""
 
 
 @final
@@ -77,6 +76,7 @@ class _Follow:
 
     run: CommandRun
     request: TrialRequest
+    pace: RunPace
     reports: Reports = field(default_factory=Reports)
     code: int | None = None
     silent: bool = False
@@ -117,7 +117,7 @@ class ProgramTrials:
             trial = self._run(self._first, budget_bytes=self.target.budget_bytes)
             self._ran[trial.size].unseen_s = trial.elapsed_s
             if self._device is None:  # its first run was out of memory before it had chosen a device
-                self._see("cpu", self.target.budget_bytes or _ram_bytes())
+                self._see("cpu", self.target.budget_bytes or ram_bytes())
         assert self._device is not None
         return self._device
 
@@ -171,15 +171,21 @@ class ProgramTrials:
         ):
             elapsed_s, known.unseen_s = known.unseen_s, 0.0
             return known.trial.model_copy(update={"soak": request.soak, "elapsed_s": elapsed_s})
-        follow = self._follow_run(request, budget_bytes)
+        return self.run_paced(request, self._soak_pace, budget_bytes=budget_bytes)[0]
+
+    def run_paced(
+        self, request: TrialRequest, pace: RunPace, *, budget_bytes: int | None
+    ) -> tuple[Trial, Reports]:
+        """One run of the command, as long as `pace` has it, and what its ranks have reported."""
+        follow = self._follow_run(request, pace, budget_bytes)
         trial = self._judged(follow)
         whole = trial.fits and not follow.reached
         if follow.reports.device:
-            self._see(follow.reports.device, follow.reports.budget_bytes or _ram_bytes())
+            self._see(follow.reports.device, follow.reports.budget_bytes or ram_bytes())
         self._ran[request.size] = _Ran(trial, whole)
         if trial.fits:
             self._note_use(follow.reports.use(request.size))
-        return trial
+        return trial, follow.reports
 
     def _note_use(self, use: SizeUse) -> None:
         self._uses.append(use)
@@ -193,44 +199,19 @@ class ProgramTrials:
 
     # --- one run
 
-    def _follow_run(self, request: TrialRequest, budget_bytes: int | None) -> _Follow:
+    def _follow_run(self, request: TrialRequest, pace: RunPace, budget_bytes: int | None) -> _Follow:
         target = self.target
-        folder = ProbeFolder()
-        try:
-            files = write_copies(target.template, request.size, folder.path)
-            token = new_token()
-            settings = {
-                "socket": str(folder.path / "s"),
-                "token": token,
-                "steps": request.steps,
-                "stops": True,
-                "device": target.device or "",
-                "budget_bytes": budget_bytes,
-                "ram_bytes": _ram_bytes(),
-            }
-            environment = probe_variables(
-                {**_compile_cache(), **os.environ, **target.template.variables(request.size)},
-                inject=INJECT,
-                source=str(_SOURCE),
-                folder=str(folder.path),
-                settings=json.dumps(settings),
-            )
-            command = target.template.command(request.size, out=str(folder.path / "out"), files=files)
-            run = CommandRun(command, environment, folder, token)
-        except BaseException:
-            folder.remove()
-            raise
-        follow = _Follow(run, request)
+        settings = {
+            "steps": request.steps,
+            "stops": True,
+            "device": target.device or "",
+            "budget_bytes": budget_bytes,
+        }
+        run = start_run(target.template, request.size, settings)
+        follow = _Follow(run, request, pace)
         try:
             self._follow(follow)
-            failed = run.found("failed")
-            lines = run.tail.lines()
-            if failed is not None and not follow.reports.heard:
-                text = failed.strip().splitlines()[-1]
-                raise ProgramError(f"the probe could not start in the program's Python: {text}", lines=lines)
-            if not follow.reports.heard and follow.code == 0:
-                had_python = run.found("python") is not None
-                raise ProgramError(_unseen(target.template.words, had_python=had_python), lines=lines)
+            check_seen(run, target.template.words, heard=follow.reports.heard, code=follow.code)
         finally:
             run.end()
         return follow
@@ -241,6 +222,8 @@ class ProgramTrials:
         for event in run.events(math.inf):
             kind, now = event["kind"], time.monotonic()
             reports.take(event, now)
+            if reports.other_nodes:
+                return
             if kind == "not_started":
                 follow.not_started = event["error"]
                 return
@@ -275,19 +258,25 @@ class ProgramTrials:
         return now_s - (last_s or run.begun_s) >= limit_s
 
     def _is_enough(self, follow: _Follow) -> bool:
-        """Whether all ranks have taken the steps; where more of them cost little, they go on."""
+        """Whether all ranks have taken the steps, and no more of them are wanted."""
         reports, run = follow.reports, follow.run
         peers = reports.waiting()
         if not peers:
             return False
-        start_s = (reports.first_pass_s or run.begun_s) - run.begun_s
+        answer = follow.pace(reports, start_s=(reports.first_pass_s or run.begun_s) - run.begun_s)
+        if answer is None:
+            return True
+        reports.go_on()
+        run.answer(peers, **answer)
+        return False
+
+    def _soak_pace(self, reports: Reports, *, start_s: float) -> dict[str, Any] | None:
+        """On to the steps of a stability check, where they cost little beside another start."""
         more = self.target.soak_steps - reports.steps_run
         cost_s = more * (reports.step_s() or 0.0)
         if more <= 0 or cost_s > _SOAK_SHARE_OF_START * start_s:
-            return True
-        reports.go_on()
-        run.answer(peers, until=self.target.soak_steps)
-        return False
+            return None
+        return {"until": self.target.soak_steps}
 
     def _judged(self, follow: _Follow) -> Trial:
         """The trial that a run was; raises where it was none."""
@@ -336,6 +325,8 @@ class ProgramTrials:
         killed = code == -9 or reports.died
         if code == -9 or (smaller and (killed or code < 0)):
             return made(outcome="killed", message=f"the program {ending_text(-9 if killed else code)}")
+        if any(line.startswith("EOFError: ") for line in follow.run.tail.lines()):
+            raise self._error(_ASKS, follow)
         number = reports.steps_run
         where = f"in step {number + 1}" if number else "before its first step"
         how = "lost a process" if reports.died and code >= 0 else ending_text(code)
@@ -354,7 +345,7 @@ class ProgramTrials:
         failure = follow.reports.failure
         assert failure is not None
         if failure.kind == "EOFError":
-            return self._error("the program asks for input, and a probe has none", follow)
+            return self._error(_ASKS, follow)
         return self._error(f"the program raised {failure.text}", follow)
 
     def _error(self, text: str, follow: _Follow) -> ProgramError:
@@ -365,31 +356,9 @@ class ProgramTrials:
         return ProgramError(f"{text}, at batch size {follow.request.size}{ran}", lines=lines)
 
     def _check_nodes(self, reports: Reports) -> None:
-        for one in reports.ranks.values():
-            if one.world_size > one.local_world_size:
-                raise ProgramError(
-                    f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
-                    "search runs on one node. Find with one node, and use the size per process on all"
-                )
-
-
-def _unseen(words: Sequence[str], *, had_python: bool) -> str:
-    if had_python:
-        return (
-            f"the program never imported torch: {words[0]} ran to its end, and there was nothing to measure"
-        )
-    return (
-        f"no Python was seen in the program: {words[0]} is none, or starts one that ignores PYTHONPATH "
-        "(python -I, -E, -S), a container, or another machine"
-    )
-
-
-def _ram_bytes() -> int:
-    return without_budget("cpu", read_ram().available_bytes * 9 // 10)
-
-
-def _compile_cache() -> dict[str, str]:
-    """Compiled kernels are kept where they always are, though a probe has a temporary folder of its own."""
-    with contextlib.suppress(OSError, KeyError, ImportError):
-        return {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"}
-    return {}
+        one = reports.other_nodes
+        if one is not None:
+            raise ProgramError(
+                f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
+                "search runs on one node. Find with one node, and use the size per process on all"
+            )

@@ -20,10 +20,10 @@ from torch_private import dispatch_mode, dynamo, forward_hooks
 
 import batchfit
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._profile import diagnosis, readings, timing
+from batchfit._profile import bench, diagnosis, measuring, readings, timing
 from batchfit._profile import profile as _profile
+from batchfit._profile.measuring import Measuring
 from batchfit._profile.model_inputs import watched_inputs
-from batchfit._profile.profile import _Measuring
 from batchfit._profile.pure.knee import Knee, Timed
 from batchfit._profile.pure.steady import BRIEF, FINE, Timing
 from batchfit._profile.readings import flops_of, loader_pace, union
@@ -39,7 +39,7 @@ MIB = 2**20
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still unless a step moves it: what is measured is then exact."""
     now = [0.0]
-    for module in (timing, _profile, diagnosis, readings):
+    for module in (timing, _profile, measuring, bench, diagnosis, readings):
         monkeypatch.setattr(module, "time", _Clock(now))
     return now
 
@@ -221,7 +221,7 @@ def test_the_time_limit_ends_it(fake_time: list[float]) -> None:
     slow = Planted(fake_time)
     slow.now[0] += 1
     with pytest.raises(SearchStoppedError, match="no size was timed"):
-        _Measuring.to_the_end(_late_measuring(slow))
+        Measuring.to_the_end(_late_measuring(slow))
 
 
 def test_a_time_limit_within_the_last_size_is_reported(fake_time: list[float]) -> None:
@@ -272,7 +272,7 @@ def _late_measuring(planted: Planted) -> Any:
 
     work = batchfit.Workload(planted, state=())
     bench = Bench(work, planted.device, Ranks.current(), budget_bytes=MIB, deadline_s=0.0)
-    return _Measuring(bench, ProfileOptions())
+    return Measuring(bench, ProfileOptions())
 
 
 def test_tokens_and_accumulation(fake_time: list[float]) -> None:
@@ -324,11 +324,11 @@ def test_the_reason_says_nothing_that_the_table_denies(fake_time: list[float]) -
     points = planted.profile(sizes=[64, 96, 128], diagnose=False).points
     rates = {64: 314.0, 96: 324.0, 128: 327.0}
     points = tuple(one.model_copy(update={"samples_per_s": rates[one.size]}) for one in points)
-    reported = _profile.reason(points, 96, within=0.05)
+    reported = measuring.reason(points, 96, within=0.05)
     assert "smallest" not in reported
     assert "64 was timed at 96.0% of what 128 gives" in reported
-    assert "64 is the smallest size within 5%" in _profile.reason(points, 64, within=0.05)
-    assert "96 is the smallest size within 5%" in _profile.reason(points[1:], 96, within=0.05)
+    assert "64 is the smallest size within 5%" in measuring.reason(points, 64, within=0.05)
+    assert "96 is the smallest size within 5%" in measuring.reason(points[1:], 96, within=0.05)
 
 
 def noisy_profile(sizes: list[int], step_s: list[float], spreads: list[float]) -> ThroughputProfile:
@@ -349,7 +349,7 @@ def noisy_profile(sizes: list[int], step_s: list[float], spreads: list[float]) -
         recommended=chosen,
         largest=sizes[-1],
         within=knee.within,
-        reason=_profile.reason(points, chosen, within=knee.within),
+        reason=measuring.reason(points, chosen, within=knee.within),
         budget_bytes=2**30,
         device="cpu",
     )

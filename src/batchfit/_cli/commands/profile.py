@@ -40,19 +40,24 @@ def profile_target(call: TargetCall) -> Code:
         watched = workload._watched(_watched(workload.step, progress))
         code = Code.FOUND
         try:
-            profile = profile_with(watched, lambda: replace(options, on_point=_shown(progress)))
+            profile = profile_with(watched, lambda: replace(options, on_point=shown_points(progress)))
         except KeyboardInterrupt as stop:
             if (timed := getattr(stop, "profile", None)) is None:
                 raise
             profile, code = timed, interrupt_code(stop)
-        return RenderedAnswer(
-            json=profile.to_json(),
-            lines=lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
-            draw=lambda path: _draw_file(profile, path, title=call.target),
-            code=code,
-        )
+        return rendered(profile, code, title=call.target)
 
     return run_traced(call, work, command="profile")
+
+
+def rendered(profile: ThroughputProfile, code: Code, *, title: str) -> RenderedAnswer:
+    """The answer, ready to go out."""
+    return RenderedAnswer(
+        json=profile.to_json(),
+        lines=lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
+        draw=lambda path: _draw_file(profile, path, title=title),
+        code=code,
+    )
 
 
 def point_line(point: ThroughputPoint) -> str:
@@ -63,7 +68,9 @@ def point_line(point: ThroughputPoint) -> str:
     return f"size {point.size}: {format_seconds(point.step_s)} a step, {rate} samples/s{memory}{unsteady}"
 
 
-def _shown(progress: ProgressDisplay) -> Callable[[ThroughputPoint], None]:
+def shown_points(progress: ProgressDisplay) -> Callable[[ThroughputPoint], None]:
+    """What notes each point as it is measured."""
+
     def on_point(point: ThroughputPoint) -> None:
         progress.note(point_line(point))
         progress.doing("choosing the next size")

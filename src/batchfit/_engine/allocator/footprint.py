@@ -99,6 +99,15 @@ class Trace:
                 live.pop(~event, None)
         return live
 
+    def beginning(self, steps: int) -> Trace:
+        """The trace of its first steps alone."""
+        ends = self.step_ends[:steps]
+        events = self.events[: ends[-1]]
+        count = sum(1 for event in events if event >= 0)  # blocks are numbered as they are allocated
+        return replace(
+            self, sizes=self.sizes[:count], origins=self.origins[:count], events=events, step_ends=ends
+        )
+
     def ordered(self) -> Trace:
         """The same trace with each run of frees in the order of its blocks.
 

@@ -47,6 +47,11 @@ def _as_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool = False
 # A tensor of a class with the memory of a plain one, past the code of the class.
 make_subclass: Callable[..., Any] = optional("torch.Tensor._make_subclass") or _as_subclass
 
+# The dispatch mode that was entered last, None outside of all.
+current_mode: Callable[[], Any] = optional("torch.utils._python_dispatch._get_current_dispatch_mode") or (
+    lambda: None
+)
+
 # -- operations
 
 _ADD = torch.ops.aten.add.Tensor
@@ -65,6 +70,11 @@ _registrations: Callable[[str], list[str]] = needed(
 def is_composite(op: Any) -> bool:
     """Whether an operation is made of other operations."""
     return _has_kernel(op.name(), "CompositeImplicitAutograd")
+
+
+def has_cpu_kernel(op: Any) -> bool:
+    """Whether an operation runs whole on a CPU: a few have a kernel there and are composite elsewhere."""
+    return _has_kernel(op.name(), "CPU")
 
 
 def registered(key: str) -> list[str]:

@@ -17,9 +17,11 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any, Protocol, final
 
 import torch
@@ -37,9 +39,11 @@ from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.torch_private.modules import flex_attention_check
 from batchfit._engine.trace.blocks import counts_of_one_holder
-from batchfit._engine.trace.fake_state import Faked, is_paged
+from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating, short_generation
 from batchfit._engine.trace.program_lines import HERE, TORCH
+from batchfit._engine.trace.quantised import caveats_of, is_paged
+from batchfit._engine.trace.recorded_reads import RecordedReads
 from batchfit._engine.trace.recorder import TraceRecorder
 from batchfit._engine.trace.untraceable import explained
 from batchfit._engine.trace.values import values_unread
@@ -74,6 +78,10 @@ class TraceSource(Protocol):
     def samples(self) -> int | None:
         """How many samples there are at most, where that is known."""
 
+    @property
+    def most_size(self) -> int | None:
+        """The largest size that can be traced; lines go on beyond it."""
+
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         """The allocations and frees of some steps; `UntraceableError` where they cannot be traced."""
 
@@ -102,12 +110,26 @@ class WorkloadTraces:
     def samples(self) -> int | None:
         return self.reach.workload._samples
 
+    @property
+    def most_size(self) -> None:
+        """A batch is made by repeating samples where there are too few."""
+
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         workload, reach = self.reach.workload, self.reach
         return trace(workload, size, rules=self.rules, steps=steps, limit_s=limit_s, reach=reach)
 
     def unseen(self) -> tuple[str, ...]:
         return tuple(unseen(self.reach.parts))
+
+
+def module_classes(parts: Iterable[Any]) -> dict[str, str]:
+    """The class of each module by its path, as traces name them; the first model's under "" ."""
+    found: dict[str, str] = {}
+    for part in parts:
+        if isinstance(part, nn.Module):
+            for path, module in part.named_modules():
+                found.setdefault(path, type(module).__name__)
+    return found
 
 
 def unseen(parts: Iterable[Any]) -> Iterator[str]:
@@ -125,6 +147,7 @@ def unseen(parts: Iterable[Any]) -> Iterator[str]:
             "(measured with torch 2.11): up to 65 MiB too many"
         )
     for part in parts:
+        yield from caveats_of(part)
         if is_paged(part):
             yield (
                 "paged optimizer state: managed memory, which the driver moves to the GPU by pages and back; "
@@ -177,33 +200,20 @@ def _traced(
 ) -> Trace:
     workload = reach.workload
     with contextlib.ExitStack() as stack:
-        stack.enter_context(uncollected())  # a collection would free things at moments of its own
-        faked = stack.enter_context(Faked.of(reach, device=rules.device))
-        stack.enter_context(rules.active())
-        stack.enter_context(eagerly())
-        stack.enter_context(_error_is_not_logged())
-        for change in changes:
-            stack.enter_context(change(workload, faked))
-        recorder = TraceRecorder(
+        faked = Faked.of(reach, device=rules.device)
+        recorder = open_trace(
+            stack,
             faked,
             rules,
             outside=_run.__code__,
             check=interrupts.check,
             limit_s=limit_s,
             counts_host=workload.kind == "step",
+            changes=[partial(change, workload, faked) for change in changes],
         )
-        stack.enter_context(recorder.in_place.active(rules.autograd_key))
         if workload.kind == "generation":
             recorder.generating = Generating()
             stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
-        stack.callback(recorder.host.restore)
-        stack.enter_context(not_called_a_trace(recorder.knows))
-        stack.enter_context(saved_on_the_host())
-        stack.enter_context(flex_refused())
-        # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
-        jit: Any = torch.jit
-        stack.enter_context(jit.optimized_execution(False))
-        stack.enter_context(values_unread(recorder.knows, recorder.answers, recorder.reads, recorder.refused))
         # What its variables keep is still there when the trace is taken: no step has let go of it.
         stack.enter_context(loop.running(most_passes=loop.PASSES))
         with recorder.watching():
@@ -215,6 +225,50 @@ def _traced(
             return recorder.trace(size)
         except ShapeChangedError as error:
             raise UntraceableError("generate", "", str(error)) from error
+
+
+def open_trace(
+    stack: contextlib.ExitStack,
+    faked: Faked,
+    rules: CudaRules,
+    *,
+    outside: CodeType,
+    check: Callable[[], None],
+    limit_s: float | None = None,
+    counts_host: bool = False,
+    changes: Sequence[Callable[[], contextlib.AbstractContextManager[Any]]] = (),
+    recorded: RecordedReads | None = None,
+) -> TraceRecorder:
+    """A recorder of what runs from now on with fakes for the state, until the stack is closed.
+
+    `changes` are contexts that are entered once the state is fake. `outside` is the code that calls the
+    step: lines beyond it are not the program's. `recorded` is what the program read in a real run.
+    """
+    stack.enter_context(uncollected())  # a collection would free things at moments of its own
+    stack.enter_context(faked)
+    stack.enter_context(rules.active())
+    stack.enter_context(eagerly())
+    stack.enter_context(_error_is_not_logged())
+    for change in changes:
+        stack.enter_context(change())
+    recorder = TraceRecorder(
+        faked, rules, outside=outside, check=check, limit_s=limit_s, counts_host=counts_host
+    )
+    recorder.recorded = recorded
+    stack.enter_context(recorder.in_place.active(rules.autograd_key))
+    stack.callback(recorder.host.restore)
+    stack.enter_context(not_called_a_trace(recorder.knows))
+    stack.enter_context(saved_on_the_host())
+    stack.enter_context(flex_refused())
+    # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
+    jit: Any = torch.jit
+    stack.enter_context(jit.optimized_execution(False))
+    stack.enter_context(
+        values_unread(
+            recorder.knows, recorder.answers, recorder.reads, recorder.refused, recorder.read_in_a_real_run
+        )
+    )
+    return recorder
 
 
 @contextlib.contextmanager

@@ -365,8 +365,9 @@ def values_unread(
     answers: Callable[[], bool],
     reads: LibraryReads,
     refused: list[UntraceableError],
+    recorded: Callable[..., Any],
 ) -> Iterator[None]:
-    """Inside, `item()` of a fake tensor whose value is not `known` gives an `Unread`.
+    """Inside, `item()` of a fake tensor whose value is not `known` gives what is `recorded`, or an `Unread`.
 
     Except where the recorder `answers`, since code of a library reads it. What an `Unread` refuses to do is
     noted in `refused`: the program may catch the error.
@@ -375,7 +376,8 @@ def values_unread(
     def item(self: Any) -> Any:
         if known(self) or getattr(self, "constant", None) is not None or answers():
             return Tensor.item(self)
-        return Unread(refused, reads)
+        found = recorded(is_bool=self.dtype is torch.bool)
+        return Unread(refused, reads) if found is None else found
 
     def formatted(self: Any, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 and spec else str(self)

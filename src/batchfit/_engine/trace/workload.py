@@ -172,7 +172,8 @@ def trace_source(
     # A loop over samples has another stream at each size, and far sizes take as long as they are large.
     with contextlib.suppress(ShapeChangedError):
         check_same_stream(first, second)
-        _draw_lines(traced, traces, around(first, second, budget_bytes, most))
+        least = min((one for one in (most, source.most_size) if one is not None), default=None)
+        _draw_lines(traced, traces, around(first, second, budget_bytes, least))
     traced.unseen = (*source.unseen(), *_growing(traces.all()))
     traced.trace_s = time.perf_counter() - begun
     return traced

@@ -23,6 +23,7 @@ from batchfit._engine.torch_private import dynamo
 from batchfit._engine.torch_private.dispatch import (
     COMPOSITE,
     TorchDispatchMode,
+    current_mode,
     is_composite,
     kernel_of,
     tracing,
@@ -262,6 +263,11 @@ _patches = 0
 def active() -> VirtualMemory | None:
     """The virtual memory that this thread runs in, if any."""
     return _active.memory
+
+
+def is_innermost() -> bool:
+    """Whether this thread's virtual memory can be left now: no other dispatch mode was entered after it."""
+    return isinstance(current_mode(), _CountingMode)
 
 
 def _forget_in_child() -> None:

@@ -120,6 +120,17 @@ def is_warm(times: Sequence[float], *, most: int) -> bool:
     return len(times) >= most or times[-1] >= _FASTER * min(times[:-1])
 
 
+def warmup_of(times: Sequence[float], *, most: int) -> int:
+    """How many of these steps, from the first on, are warm-up; all of them where it has not ended.
+
+    >>> warmup_of([30.0, 0.1, 0.1, 0.1], most=12)
+    3
+    """
+    return next(
+        (count for count in range(2, len(times) + 1) if is_warm(times[:count], most=most)), len(times)
+    )
+
+
 def verdict(times: Sequence[float], *, target: float) -> Verdict:
     """What kind of series this is."""
     interval = Interval.of(times)

@@ -22,12 +22,20 @@ Fields = dict[str, Any]
 
 @final
 class Endings:
-    """The hooks of one process; `state` says where it is, `ends` what to add where it exits by itself."""
+    """The hooks of one process; `state` says where it is, `ends` what to add where it exits by itself.
+
+    `on_error` sees each error before it is reported.
+    """
 
     def __init__(
-        self, channel: ProbeChannel, state: Callable[[], Fields], ends: Callable[[], Fields]
+        self,
+        channel: ProbeChannel,
+        state: Callable[[], Fields],
+        ends: Callable[[], Fields],
+        on_error: Callable[[BaseException], None],
     ) -> None:
         self._channel, self._state, self._ends = channel, state, ends
+        self._on_error = on_error
         self._owner = os.getpid()
         self._reported = 0  # the id of the error: the error itself would hold the tensors of its frames
         self._handled: Fields | None = None
@@ -45,6 +53,7 @@ class Endings:
     def _exit(self, status: Any = None, /) -> NoReturn:
         error = sys.exception()
         if error is not None and status not in (None, 0) and os.getpid() == self._owner:
+            self._on_error(error)
             self._handled = self._fields(error)
         self._plain_exit(status)
 
@@ -52,6 +61,7 @@ class Endings:
         if os.getpid() != self._owner or isinstance(error, KeyboardInterrupt) or self._reported == id(error):
             return
         self._reported = id(error)
+        self._on_error(error)
         self._channel.send("raised", **self._fields(error))
 
     def _fields(self, error: BaseException) -> Fields:

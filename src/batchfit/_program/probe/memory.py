@@ -18,7 +18,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from batchfit._engine.virtual_memory.memory import VirtualMemory, virtual_memory
+from batchfit._engine.virtual_memory.memory import VirtualMemory, is_innermost, virtual_memory
 
 OnOom = Callable[[str], None]
 
@@ -45,6 +45,13 @@ class ProbeMemory(Protocol):
     def budget_bytes(self) -> int | None:
         """What the program may use, once `begin` was called."""
 
+    @property
+    def slows_steps(self) -> bool:
+        """Whether counting takes so much of a step that its time is no time of the program's."""
+
+    def leave(self) -> bool:
+        """Count no more, where that takes time; whether anything has changed."""
+
 
 @final
 class CpuMemory:
@@ -56,15 +63,18 @@ class CpuMemory:
         self._context = virtual_memory(budget_bytes)
         self._on_oom = on_oom
         self._memory: VirtualMemory | None = None
+        self._left = False
 
     def begin(self) -> None:
         if self._memory is None:
-            self._memory = self._context.__enter__()  # never left: the program ends with it
+            self._memory = self._context.__enter__()  # most often never left: the program ends with it
             self._memory.on_refused(lambda error: self._on_oom(str(error)))
 
     def read(self) -> dict[str, Any]:
         if self._memory is None:
             return {}
+        if self._left:
+            return {"peak_bytes": self._memory.peak_bytes}
         return {"peak_bytes": self._memory.peak_bytes, "held_bytes": self._memory.allocated_bytes}
 
     def read_at_end(self) -> dict[str, Any]:
@@ -75,6 +85,17 @@ class CpuMemory:
 
     def budget_bytes(self) -> int | None:
         return None if self._memory is None else self._memory.limit_bytes
+
+    @property
+    def slows_steps(self) -> bool:
+        return self._memory is not None and not self._left
+
+    def leave(self) -> bool:
+        if self._left or self._memory is None or not is_innermost():
+            return False
+        self._left = True
+        self._context.__exit__(None, None, None)
+        return True
 
 
 @final
@@ -159,6 +180,13 @@ class GpuMemory:
 
     def budget_bytes(self) -> int | None:
         return self._budget
+
+    @property
+    def slows_steps(self) -> bool:
+        return False
+
+    def leave(self) -> bool:
+        return False
 
 
 @final

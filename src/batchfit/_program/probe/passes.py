@@ -54,7 +54,7 @@ class PassCounter:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if self._root is None:
-            if has_weights(module) and not _in_loader_worker():
+            if has_weights(module) and not in_loader_worker():
                 self._root, self._depth = module, 1
                 self._before_pass(module, args)
         elif module is self._root:
@@ -93,6 +93,6 @@ def has_weights(module: nn.Module) -> bool:
     return any(one.numel() >= _WEIGHTS for one in module.buffers())
 
 
-def _in_loader_worker() -> bool:
+def in_loader_worker() -> bool:
     data: Any = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None

@@ -11,11 +11,10 @@ Rules:
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,7 +23,12 @@ from batchfit._program.probe.channel import ProbeChannel
 from batchfit._program.probe.endings import Endings
 from batchfit._program.probe.memory import CpuMemory, GpuMemory, ProbeMemory, gpus_of
 from batchfit._program.probe.passes import PassCounter
+from batchfit._program.probe.state import optimizers
 from batchfit._program.probe.step_clock import StepClock
+from batchfit.errors import UntraceableError
+
+if TYPE_CHECKING:
+    from batchfit._program.probe.trace import ProgramRecord
 
 _MOST_WAITS = 10  # times the steps that were asked for, while another optimizer has not stepped as often
 
@@ -58,7 +62,12 @@ class Probe:
         # Not torch.cuda.is_available(), which may initialize the driver: a program can still choose its GPUs.
         has_gpu = settings["device"] != "cpu" and torch.cuda.device_count() > 0
         self._memory: ProbeMemory | None = None
-        if has_gpu:
+        self._record: ProgramRecord | None = None
+        if settings.get("record") is not None:
+            from batchfit._program.probe.trace import record_of  # the tracer: a trial has no use for it
+
+            self._record = record_of(settings["record"])
+        elif has_gpu:
             self._memory = GpuMemory(settings["budget_bytes"], self._oom)
         elif self._stops:
             self._memory = CpuMemory(self._cpu_bytes, self._oom)
@@ -66,7 +75,7 @@ class Probe:
         self._passes = PassCounter(self._before_pass, self._pass)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        self._endings = Endings(self._channel, self._state, self._ends)
+        self._endings = Endings(self._channel, self._state, self._ends, self._untraceable)
 
     # --- passes and steps
 
@@ -124,6 +133,8 @@ class Probe:
     def _step_ended(self, number: int, optimizer: Any = None) -> None:
         self._host_s = self._clock.end()
         self._steps = number
+        if self._record is not None:
+            self._record.end_step()
         self._report(optimizer)
         if not self._placed:
             self._settle_device()
@@ -180,16 +191,25 @@ class Probe:
 
     def _wait(self) -> None:
         """Wait for the parent: it ends this process, or names the number of steps to go on to."""
+        if self._record is not None:
+            try:
+                self._record.save()
+            except UntraceableError as error:
+                self._untraceable(error)
         more = {} if self._memory is None else self._memory.read_at_end()
         self._channel.send(
             "reached",
             number=self._steps,
             kind_of_step="step" if self._counts else "pass",
             steps_s=self._clock.seconds(),
+            counts_memory=self._memory is not None and self._memory.slows_steps,
             **more,
             **who(),
         )
-        self._target = self._channel.receive()["until"]
+        answer = self._channel.receive()
+        self._target = answer["until"]
+        if answer.get("only_time") and self._memory is not None and self._memory.leave():
+            self._clock.forget()  # what counting has slowed down
 
     # --- the end
 
@@ -200,6 +220,18 @@ class Probe:
     def _oom(self, text: str) -> None:
         if self._channel.is_open:
             self._channel.send("oom", text=text, **self._state())
+
+    def _untraceable(self, error: BaseException) -> None:
+        """Say what stood in the way of a recording, if this did."""
+        found = None if self._record is None else self._record.explained(error)
+        if found is not None:
+            self._channel.send(
+                "untraceable",
+                operation=found.operation,
+                where=found.where,
+                why=found.why,
+                raised=found.raised,
+            )
 
     def _ends(self) -> dict[str, Any]:
         """What there is to add where the process exits by itself."""
@@ -230,11 +262,6 @@ def _gradient_bytes(optimizer: Any) -> int:
         one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None
     ]
     return sum(one.untyped_storage().nbytes() for one in gradients if one.layout is torch.strided)
-
-
-def optimizers() -> list[Any]:
-    """The optimizers that the program has made, wrappers of them included."""
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
 
 
 def _parameters(optimizer: Any) -> set[int]:

@@ -45,6 +45,10 @@ class StepClock:
             torch.cuda.synchronize()
         return [_between(before, after) for before, after in self._steps]
 
+    def forget(self) -> None:
+        """Keep none of the steps so far."""
+        self._steps.clear()
+
     def _now(self) -> _Mark:
         event: Any = None
         if self.on_gpu and not torch.cuda.is_current_stream_capturing():

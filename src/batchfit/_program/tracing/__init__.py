@@ -1,0 +1,1 @@
+"""A program traced as it runs on a CPU: predictions and explanations of a command (`traces.py`)."""

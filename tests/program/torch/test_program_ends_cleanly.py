@@ -1,0 +1,215 @@
+"""However a search in a program ends: no process of it is left, no file of ours, and what ran is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a process table in /proc")
+
+# Trains with small sizes; with larger ones it takes two steps and hangs. It has a child in a session of its
+# own, which ignores signals, and one of a shell's.
+PROGRAM = """
+import os, subprocess, sys, time
+import torch
+size = int(sys.argv[1])
+stubborn = "import signal as s, time; s.signal(15, s.SIG_IGN); s.signal(1, s.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
+subprocess.Popen("sleep 600 & sleep 601", shell=True)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(1000):
+    model(torch.randn(size, 64)).sum().backward()
+    optimizer.step()
+    if size > 8 and step == 1:
+        open("hangs", "w").close()
+        print("waiting", flush=True)
+        time.sleep(600)
+open("finished", "w").close()
+"""
+FIND = ["find", "--json", "--budget", "4MiB", "--start", "8", "--steps", "3"]
+
+
+class Search:
+    """`batchfit find` in a process of its own, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        (folder / "temp").mkdir()
+        (folder / "train.py").write_text(PROGRAM)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *flags: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "batchfit", *FIND, *flags, "--", sys.executable, "train.py", "{}"]
+        own = {
+            "MARK": self.mark,
+            "TMPDIR": f"{self.folder}/temp",
+            "TORCHINDUCTOR_CACHE_DIR": f"{self.folder}/compiled",  # torch's own, and it stays
+            "PYTHONDONTWRITEBYTECODE": "1",  # Python 3.11 writes files cut short where there is no room
+            "OMP_NUM_THREADS": "1",
+        }
+        self.process = subprocess.Popen(
+            words,
+            cwd=self.folder,
+            env={**os.environ, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=before,
+        )
+        return self.process
+
+    def await_hang(self) -> None:
+        """Wait until the second size hangs: then the first has run."""
+        deadline = time.monotonic() + 120
+        while not (self.folder / "hangs").exists():
+            assert self.process is not None
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(self.living()) > 4
+
+    def living(self) -> list[int]:
+        """The processes of this search, by the environment that all of them have."""
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                try:
+                    environment = Path(f"/proc/{name}/environ").read_bytes()
+                except OSError:
+                    continue
+                if f"MARK={self.mark}".encode() in environment:
+                    found.append(int(name))
+        return found
+
+    def check_all_gone(self) -> None:
+        """Nothing is left of it, soon after its end."""
+        deadline = time.monotonic() + 15
+        while (self.living() or any((self.folder / "temp").iterdir())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.living() == []
+        assert list((self.folder / "temp").iterdir()) == []
+        assert not (self.folder / "finished").exists()
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Iterator[Search]:
+    """A search that nothing is left of, whatever the test does."""
+    search = Search(tmp_path)
+    yield search
+    for pid in search.living():
+        os.kill(pid, signal.SIGKILL)
+    if search.process is not None:
+        search.process.communicate()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_batchfit_that_is_killed_leaves_nothing(search: Search, number: signal.Signals) -> None:
+    process = search.start("--resume", "search.json")
+    search.await_hang()
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    search.check_all_gone()
+    kept = json.loads((search.folder / "search.json").read_text())
+    assert [trial["size"] for trial in kept["trials"]] == [8]
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "code"),
+    [
+        (signal.SIGINT, 1, 130),
+        pytest.param(signal.SIGINT, 2, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 1, 143, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_search_says_what_ran(
+    search: Search, number: signal.Signals, times: int, code: int
+) -> None:
+    process = search.start()
+    search.await_hang()
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    search.check_all_gone()
+    assert json.loads(out)["batch_size"] == 8
+    assert json.loads(out)["stopped_because"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_process_between_that_is_killed_is_a_trial_that_was(search: Search) -> None:
+    process = search.start("--max-trials", "2", "--soak-steps", "0")
+    search.await_hang()
+    guardians = [
+        pid for pid in search.living() if b"guardian.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(guardians[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert [trial["outcome"] for trial in json.loads(out)["trials"]] == ["fits", "killed"]
+    search.check_all_gone()
+
+
+@pytest.mark.slow  # it hangs for 25 s
+def test_a_hang_is_too_large_and_the_search_goes_on(search: Search) -> None:
+    process = search.start("--timeout-s", "25", "--max-trials", "2", "--soak-steps", "0")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    fit = json.loads(out)
+    assert fit["batch_size"] == 8
+    assert [trial["outcome"] for trial in fit["trials"]] == ["fits", "timeout"]
+    search.check_all_gone()
+
+
+def _no_room() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+
+def _little_room() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1300, 1300))
+
+
+def test_a_full_disk_is_said_before_anything_runs(search: Search) -> None:
+    process = search.start(before=_no_room)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 4, err
+    assert "no folder for a probe could be made" in err
+    assert "Free some space, or name another place with TMPDIR" in err
+    search.check_all_gone()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_in_the_middle_costs_the_file_and_not_the_answer(search: Search) -> None:
+    process = search.start("--resume", "search.json", "--max-size", "8", before=_little_room)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out)["batch_size"] == 8
+    assert "the search could not be kept" in err
+    search.check_all_gone()
+
+
+@pytest.mark.slow
+def test_a_program_without_room_shows_its_own_error(search: Search) -> None:
+    (search.folder / "train.py").write_text("import torch\nopen('data', 'wb').write(bytes(10_000))\n")
+    _, err = search.start(before=_little_room).communicate(timeout=60)
+    assert "the program raised OSError: [Errno 27] File too large" in err
+    assert 'File "train.py", line 2' in err.replace(f"{search.folder}/", "")
+    search.check_all_gone()

@@ -1,0 +1,38 @@
+"""Programs that nobody adapted: each is found by its command, and as a workload the answer is the same.
+
+The answers of all of them are in docs and benchmarks; `python tests/support/program_cases.py` prints them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from examples import some_slow
+from program_cases import CASES, MORE, ProgramCase
+
+QUICK = {"catches_oom"}  # the others belong to `make test-all`: each starts its program four to eight times
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "case",
+    some_slow((*CASES, *MORE), is_slow=lambda case: case.name not in QUICK),
+    ids=lambda case: case.name,
+)
+def test_the_answer_by_command_is_that_of_the_workload(case: ProgramCase, tmp_path: Path) -> None:
+    for name in case.needs:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    (tmp_path / "command").mkdir()
+    (tmp_path / "workload").mkdir()
+    case.make(tmp_path / "command")
+    case.make(tmp_path / "workload")
+    before = {path for path in (tmp_path / "command").rglob("*") if "__pycache__" not in path.parts}
+    command = case.by_command(tmp_path / "command")
+    workload = case.as_workload(tmp_path / "workload")
+    assert abs(command.batch_size - workload.batch_size) <= 1
+    assert command.sustained
+    left = {path for path in (tmp_path / "command").rglob("*") if "__pycache__" not in path.parts} - before
+    assert {path.name for path in left} <= set(case.writes)
