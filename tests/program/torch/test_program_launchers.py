@@ -96,8 +96,8 @@ def test_a_console_script_and_a_launcher_with_an_environment_of_its_own() -> Non
     script(
         "launcher",
         f"#!{sys.executable}\nimport os, subprocess, sys\n"
-        "env = {'PATH': os.environ['PATH'], 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.getcwd(), 'WORLD_SIZE': '1'}\n"
-        "env |= {'RANK': '0', 'LOCAL_RANK': '0', 'TORCHINDUCTOR_CACHE_DIR': os.getcwd() + '/compiled'}\n"
+        "env = {'PATH': os.environ['PATH'], 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.getcwd()}\n"
+        "env |= {'RANK': '0', 'WORLD_SIZE': '1', 'TORCHINDUCTOR_CACHE_DIR': os.getcwd() + '/compiled'}\n"
         "sys.exit(subprocess.Popen([sys.executable, '-u', 'train.py', *sys.argv[1:]], env=env).wait())\n",
     )
     # As `uv run` does: another process becomes the Python of a virtual environment.
