@@ -1,9 +1,9 @@
 """What the site has beside the pages of docs/: made from the files themselves, copied nowhere by hand.
 
 Rules: a page is in one place. README.md is the first page until there is a docs/index.md; ARCHITECTURE.md,
-CHANGELOG.md, each example and each page of benchmark results are pages. Links between them, written so that
-they work in the repository, are turned into links of the site. What a page of the reference says is made from
-the package (docs/generated): building the site imports batchfit, and not torch.
+CONTRIBUTING.md, CHANGELOG.md, each example and each page of benchmark results are pages. Links between them,
+written so that they work in the repository, are turned into links of the site. What a page of the reference
+says is made from the package (docs/generated): building the site imports batchfit, and not torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from generated import filled, site_files
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\(|<img src=\")([^)#\"\s]+)(?=[)#\"])")
-TOP = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
+TOP = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "project/architecture.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+}
 
 
 def _top(root: Path) -> dict[str, str]:

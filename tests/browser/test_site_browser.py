@@ -54,7 +54,10 @@ def test_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> Non
     wanted = [path.relative_to(docs).with_suffix(".html").as_posix() for path in docs.rglob("*.md")]
     wanted += [f"benchmarks/{path.stem}.html" for path in (ROOT / "benchmarks" / "results").glob("*.md")]
     wanted += [f"examples/{path.stem}_py.html" for path in (ROOT / "examples").glob("*.py")]
-    assert {*wanted, "index.html", "architecture.html", "changelog.html"} <= set(pages)
+    assert {
+        *wanted,
+        *(f"project/{name}.html" for name in ("architecture", "contributing", "changelog")),
+    } <= set(pages)
     for name, text in pages.items():
         for either in LOADED.findall(text):
             address = "".join(either).partition("#")[0]  # "#only-light": what the theme shows
@@ -107,7 +110,8 @@ def test_what_is_generated_and_no_page_is_in_the_site(site: Path) -> None:
 def test_a_page_opened_from_a_disk_is_quiet_and_asks_for_files_only(
     site: Path, browser: Chromium, width: int
 ) -> None:
-    for name in ("index.html", "reference/cli.html", "reference/results.html", "reference/find.html"):
+    names = ("index.html", "how-to/out-of-memory.html", "explanation/costs.html", "reference/results.html")
+    for name in names:
         page = browser.open(site / name, width=width)
         assert page.complaints() == []
         assert [address for address in page.requests() if not address.startswith(("file:", "data:"))] == []
