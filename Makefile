@@ -65,7 +65,7 @@ demo: $(BASE)  ## find the largest batch of a small GPT, time it, predict it for
 
 check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks examples docs
-	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py docs/generated
 	$(BIN)/mypy
 
 test-pure: $(STAMP)  ## the tests of pure code, with torch blocked

@@ -14,6 +14,7 @@ MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 PARTS: dict[str, Callable[[], str]] = {
     "commands": cli.commands_part,
     "exit-codes": cli.exit_codes_part,
+    "errors": tables.errors_part,
     "gpus": tables.gpus_part,
     "reasons": tables.reasons_part,
     "results": results.results_part,

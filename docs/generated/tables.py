@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+
+from batchfit import errors
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._units import format_bytes
 from batchfit.results import REASONS
@@ -22,6 +25,14 @@ def gpus_part() -> str:
     )
     head = "| name | memory | usable | compute capability | source |\n|---|---:|---:|---:|---|"
     return f"{len(GPUS)} GPUs:\n\n{head}\n{rows}"
+
+
+def errors_part() -> str:
+    """A block per error, in the order of the module."""
+    kinds = [
+        name for name, value in vars(errors).items() if inspect.isclass(value) and name.endswith("Error")
+    ]
+    return "\n\n".join(f"::: batchfit.errors.{name}\n    options:\n      heading_level: 3" for name in kinds)
 
 
 def reasons_part() -> str:
