@@ -18,7 +18,7 @@ JOBS   ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	--ignore=tests/integrations/torchtune
 # What no test may be skipped for in .venv; in .venv-torchtune that is torchtune.
-export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,ray,gloo,matplotlib,hatchling
+export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,ray,peft,bitsandbytes,torchao,trl,diffusers,sentence_transformers,gloo,matplotlib,hatchling
 TUNED_PYTEST := BATCHFIT_REQUIRE=torchtune OMP_NUM_THREADS=1 $(TUNE)/bin/python -m pytest -q \
 	--hypothesis-profile=same tests/integrations/torchtune
 export HF_HUB_OFFLINE ?= 1
@@ -65,7 +65,7 @@ demo: $(BASE)  ## find the largest batch of a small GPT, time it, predict it for
 
 check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks examples docs
-	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py docs/generated
 	$(BIN)/mypy
 
 test-pure: $(STAMP)  ## the tests of pure code, with torch blocked

@@ -54,7 +54,7 @@ FINDERS = (
     "torch_max_mem",
     "batch_finder",
 )
-DESIGN_ROWS = (f"gpt2/{CAP}", f"resnet50/{CAP}")
+MAIN_ROWS = (f"gpt2/{CAP}", f"resnet50/{CAP}")
 SOAK, LASTING, LASTING_TINY = 25, 200, 30
 WARM_SIZES = (1, 8, 16)  # that fit the cap with every model
 WARMED = (
@@ -526,7 +526,7 @@ def table(case: Results) -> list[str]:
 
 
 def checks(case: Results, finder: str) -> list[tuple[str, str, str, bool | None]]:
-    """DESIGN.md's goals for one answer of ours: name, figure, goal, whether it is met (None: not known)."""
+    """The goals for one answer of ours: name, figure, goal, whether it is met (None: not known)."""
     one, best, fastest = case["find"][finder], sustained(case), fastest_peer(case)
     tried = len(set(one["sizes"]))
     survives, words = lasts(case, one["answer"])
@@ -550,7 +550,7 @@ def checks(case: Results, finder: str) -> list[tuple[str, str, str, bool | None]
 
 
 def verdicts(cases: Results) -> list[str]:
-    """DESIGN.md's goals for each case: one sample apart counts as met, as it says."""
+    """The goals for each case: one sample apart counts as met, as it says."""
     lines = [
         "| case | finder | of the maximum | OOMs | sizes tried | to the fastest peer | 200 steps | all met |",
         "|---" * 8 + "|",
@@ -598,13 +598,13 @@ def page(results: Results) -> str:
         "than the fastest peer within 5 % whose answer lasts (bisection counts as one), and the answer",
         f"survives {LASTING} steps. '-' was not measured, or no peer came within 5 %.",
         "",
-        "The two rows of DESIGN.md's table:",
+        "The two main cases:",
         "",
-        *verdicts({name: cases[name] for name in DESIGN_ROWS if name in cases}),
+        *verdicts({name: cases[name] for name in MAIN_ROWS if name in cases}),
         "",
         "The same goals for the others:",
         "",
-        *verdicts({name: case for name, case in cases.items() if name not in DESIGN_ROWS}),
+        *verdicts({name: case for name, case in cases.items() if name not in MAIN_ROWS}),
         "",
         "## How each was called",
         "",

@@ -33,6 +33,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "prediction_versions": "prediction_versions",
     "prediction": "prediction_gpu",
     "profile": "profile_gpu",
+    "program": "program_cpu",
     "ragged": "ragged_gpu",
     "ranks": "ranks_gpu",
     "schedules": "schedules_gpu",

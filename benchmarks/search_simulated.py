@@ -497,7 +497,7 @@ Every run with its 400 results is in `search_simulated.json`.
 Readings: linear (20 % fixed), convex (flat up to 5 % of the maximum, a second knee at 15 %), stepped (1 GiB
 more of the 24 from size 32 on). Noise: each reading wrong by up to 3 %, uniform, by a hash of maximum and
 size. All trials count, the soak included.
-Goal (DESIGN.md): mean at most 5 trials, 0.3 OOMs, at least 98 % of the maximum; with `tolerance=0` exact in
+Goal: mean at most 5 trials, 0.3 OOMs, at least 98 % of the maximum; with `tolerance=0` exact in
 at most 7 trials; never more than 24.
 
 ## Default

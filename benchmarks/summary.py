@@ -1,6 +1,6 @@
 """The tables that answer "why should I use this?", in README (`brief.py`) and docs: of committed JSON.
 
-    python benchmarks/summary.py write     # into README.md and docs/benchmarks.md, between two comments
+    python benchmarks/summary.py write     # into README.md and docs/project/benchmarks.md, between comments
     python benchmarks/summary.py check     # exit code 1 where they say something else than the JSON
     python benchmarks/summary.py show
 
@@ -83,7 +83,7 @@ def find_row(found: Results) -> Row | None:
     ours = f"**{answered[mine]['answer']}**{of}, {answered[mine]['ooms']} OOMs, {tried} sizes tried"
     return Row(
         f"largest batch of GPT-2 small, 512 tokens, {find_gpu.CAP} GiB of {_card(found)}",
-        f"{ours}, {answered[mine]['seconds']:.1f} s with its soak{_of_steps(answered[mine])}",
+        f"{ours}, {answered[mine]['seconds']:.1f} s with its stability check{_of_steps(answered[mine])}",
         "; ".join(peers),
         "98 % of what lasts, 0 OOMs, 4 sizes, as fast as the fastest peer within 5 %",
     )
@@ -232,8 +232,8 @@ def inserted(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
 def pages(root: Path) -> dict[Path, str]:
     """The pages as they should be."""
     results = root / "benchmarks" / "results"
-    readme, docs = root / "README.md", root / "docs" / "benchmarks.md"
-    links = "../benchmarks/results/"
+    readme, docs = root / "README.md", root / "docs" / "project" / "benchmarks.md"
+    links = "../../benchmarks/results/"
     text = inserted(docs.read_text(encoding="utf-8"), table(results, links=links))
     pictures = [
         f'<img src="{links}{plot.file(results).name}" width="900" alt="{plot.shows}">'

@@ -3,7 +3,7 @@
     python benchmarks/sweep_seed.py
 
 Each step holds a model and so much for each sample that `most` samples fit, under virtual memory: any CPU
-gives the same table. The table in docs/sweep.md is this one, and a test compares them.
+gives the same table. The table in docs/how-to/sweep-details.md is this one, and a test compares them.
 """
 
 from __future__ import annotations

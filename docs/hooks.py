@@ -1,25 +1,33 @@
 """What the site has beside the pages of docs/: made from the files themselves, copied nowhere by hand.
 
 Rules: a page is in one place. README.md is the first page until there is a docs/index.md; ARCHITECTURE.md,
-CHANGELOG.md, each example and each page of benchmark results are pages. Links between them, written so that
-they work in the repository, are turned into links of the site. The API page ends with the docstrings of all
-public names, read from the source: building the site imports neither batchfit nor torch.
+CONTRIBUTING.md, CHANGELOG.md, each example and each page of benchmark results are pages. Links between them,
+written so that they work in the repository, are turned into links of the site. What a page of the reference
+says is made from the package (docs/generated): building the site imports batchfit, and not torch.
 """
 
 from __future__ import annotations
 
-import ast
 import re
+import sys
 from pathlib import Path
 from posixpath import dirname, normpath, relpath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from generated import filled, site_files
+
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\(|<img src=\")([^)#\"\s]+)(?=[)#\"])")
-FRAMEWORKS = ("accelerate", "lightning", "ray", "torchtune", "transformers")
-TOP = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
+TOP = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "project/architecture.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+}
 
 
 def _top(root: Path) -> dict[str, str]:
@@ -67,27 +75,6 @@ def site_links(text: str, source: str, page: str, moved: dict[str, str]) -> str:
     return LINK.sub(turned, text)
 
 
-def public_names(root: Path = ROOT) -> list[str]:
-    """`batchfit.__all__`, without an import."""
-    tree = ast.parse((root / "src" / "batchfit" / "__init__.py").read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            names: list[str] = ast.literal_eval(node.value)
-            return names
-    raise ValueError("src/batchfit/__init__.py has no __all__")
-
-
-def reference(root: Path = ROOT) -> str:
-    """What mkdocstrings shall write at the end of the API page: functions first, then classes."""
-    names = sorted(public_names(root), key=lambda name: (name[0].isupper(), name))
-    names.remove("errors")
-    names.remove("testing")
-    blocks = [f"::: batchfit.{name}" for name in names]
-    modules = ["errors", "testing", *(f"integrations.{name}" for name in FRAMEWORKS)]
-    blocks += [f"::: batchfit.{name}\n    options:\n      show_root_full_path: true" for name in modules]
-    return "\n\n## From the docstrings\n\n" + "\n\n".join(blocks) + "\n"
-
-
 def on_config(config: Any) -> Any:
     """Examples and benchmarks into the navigation."""
     found = list(places().items())
@@ -126,11 +113,12 @@ def on_files(files: Files, config: Any) -> Files:
         "in `benchmarks/results/`. `make bench` runs those that a CPU can.\n\n" + "\n".join(rows) + "\n"
     )
     files.append(File.generated(config, "benchmarks/index.md", content=index))
+    for name, text in site_files().items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     if page.file.generated_by is not None:
         return markdown
-    text = site_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri, places())
-    return text + reference() if page.file.src_uri == "api.md" else text
+    return filled(site_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri, places()))

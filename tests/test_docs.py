@@ -17,60 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_pages import Step, difference, fences, is_slow, steps
+from doc_pages import difference, fences, is_slow, steps
 from doc_runner import Pages, wrong_with
-
-import batchfit
-from batchfit._cli.exits import Code
+from generated import filled
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-}
-# The flat pages of before. They wait to be deleted: they may be long, in old words, with outputs that nothing
-# compares. This list only gets shorter.
-OLD = """
-accelerate
-api
-benchmarks
-coming-from
-complaints
-explain
-find
-how-it-works
-lightning
-loader
-microbatch
-noise
-plain
-predict
-profile
-ranks
-ranks_microbatch
-recipes
-report
-schedules
-sweep
-testing
-torchtune
-transformers
-tutorial
-"""
-OLD_PAGES = {f"docs/{name}.md" for name in OLD.split()}
-# Of these the first example and its output are compared, as on every new page.
-OLD_GUIDES = {
-    f"docs/{name}.md"
-    for name in ("predict", "explain", "microbatch", "noise", "schedules", "loader", "sweep")
-}
-# What each takes is mostly an import of a framework, or a trace. A new page says so itself (`slow test`).
-OLD_SLOW = {
-    f"docs/{name}.md"
-    for name in (
-        *("accelerate", "lightning", "recipes", "torchtune", "transformers", "coming-from", "explain"),
-        *("loader", "noise", "plain", "predict", "report", "find", "microbatch", "profile", "schedules"),
-        *("sweep", "testing", "tutorial", "ranks_microbatch"),
-    )
 }
 MOST_WORDS = 1200
 # Lists that are looked up, not read.
@@ -86,29 +40,16 @@ def runner() -> Generator[Pages, None, None]:
 def _with_code() -> list[Any]:
     """Pages that have steps, the heavy ones for `make test-all`."""
     return [
-        pytest.param(name, marks=pytest.mark.slow if is_slow(text) or name in OLD_SLOW else ())
+        pytest.param(name, marks=pytest.mark.slow if is_slow(text) else ())
         for name, text in PAGES.items()
         if steps(text)[0]
     ]
 
 
-def _compared(name: str) -> list[Step]:
-    """On an old page only a guide's first output is."""
-    found, _ = steps(PAGES[name])
-    if name not in OLD_PAGES:
-        return found
-    kept = 1 if name in OLD_GUIDES else 0
-    return [
-        Step(step.line, step.kind, step.text, step.name, step.expected if index < kept else None, step.marks)
-        for index, step in enumerate(found)
-    ]
-
-
 @pytest.mark.parametrize("name", _with_code())
 def test_a_page_runs_and_prints_what_it_shows(name: str, runner: Pages, tmp_path: Path) -> None:
-    for index, step in enumerate(_compared(name)):
-        guide = name in OLD_GUIDES and index == 0  # it may warn
-        wrong = wrong_with(step, runner.run_step(step, tmp_path, strict=not guide))
+    for step in steps(PAGES[name])[0]:
+        wrong = wrong_with(step, runner.run_step(step, tmp_path))
         assert not wrong, f"{name}, line {step.line}: {wrong}"
 
 
@@ -129,20 +70,15 @@ def test_an_output_differs_where_it_is_not_what_is_printed(shown: str, printed: 
     assert (difference(shown, printed) == "") == same
 
 
-@pytest.mark.parametrize("name", sorted({*PAGES} - OLD_PAGES))
+@pytest.mark.parametrize("name", sorted(PAGES))
 def test_every_block_of_a_page_is_run_or_says_why_not(name: str) -> None:
     wrong = steps(PAGES[name])[1]
     assert not wrong, f"{name}: {wrong}"
 
 
-def test_old_pages_are_still_there() -> None:
-    """One that was deleted leaves the list, with its words and outputs that nothing compared."""
-    assert set(PAGES) >= OLD_PAGES
-
-
 @pytest.mark.parametrize("name", sorted(name for name in PAGES if name.startswith("docs/")))
 def test_a_page_is_short(name: str) -> None:
-    if name in OLD_PAGES or name.startswith(ANY_LENGTH):
+    if name.startswith(ANY_LENGTH):
         return
     words = len(PAGES[name].split())
     assert words <= MOST_WORDS, f"{name} has {words} words: make two of it, or say less"
@@ -194,7 +130,7 @@ def _words_that_are_out(name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted({*PAGES} - OLD_PAGES - {"README.md"}))
+@pytest.mark.parametrize("name", sorted({*PAGES} - {"README.md"}))
 def test_a_page_uses_the_words_of_pytorch(name: str) -> None:
     assert not _words_that_are_out(name)
 
@@ -232,7 +168,7 @@ def test_links_lead_somewhere(name: str) -> None:
         if anchor and there.suffix == ".md":
             other = there.read_text(encoding="utf-8")
             objects = re.findall(r"^::: (\S+)", other, re.MULTILINE)  # mkdocstrings: names of the API
-            known = anchor in _anchors(other) or anchor.startswith(tuple(objects) or ("\0",))
+            known = anchor in _anchors(filled(other)) or anchor.startswith(tuple(objects) or ("\0",))
             assert known, f"{name} links to #{anchor} of {target or name}"
 
 
@@ -240,14 +176,6 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for name in PAGES:
         assert re.search(rf"[:-] {name.removeprefix('docs/')}\n", site) or name == "README.md", name
-
-
-def test_every_public_name_and_exit_code_is_in_the_list() -> None:
-    page = PAGES["docs/api.md"]
-    for name in batchfit.__all__:
-        assert f"`{name}`" in page
-    for code in Code:
-        assert re.search(rf"^\| (\d+, )?{int(code)}\b", page, re.MULTILINE), code
 
 
 @pytest.mark.parametrize("name", ["microbatch", "huggingface_microbatch", "gan", "contrastive"])
@@ -298,8 +226,22 @@ def test_the_recipe_for_ray_trains_on_two_workers(tmp_path: Path) -> None:
     assert len(re.findall(r"Reporting training result 3: .*'microbatch': 512", told)) == 2
 
 
-def test_complaints_name_tests_that_exist_on_the_versions_that_are_pinned() -> None:
-    page = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8")
+def _test_named(file: str, name: str) -> str | None:
+    """The marks above a test, or None where there is no such test."""
+    path = ROOT / file
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = re.search(rf"((?:^@.*\n)*)^def {name}\(", text, re.MULTILINE)
+    return None if found is None else found[1]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, text in PAGES.items() if NAMED_TEST.search(text)))
+def test_a_page_names_tests_that_exist(name: str) -> None:
+    for file, test in NAMED_TEST.findall(PAGES[name]):
+        assert _test_named(file, test) is not None, f"{name}: {file} has no {test}"
+
+
+def test_issues_name_tests_of_make_test_on_the_versions_that_are_pinned() -> None:
+    page = PAGES["docs/how-to/framework-issues.md"]
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
@@ -311,9 +253,6 @@ def test_complaints_name_tests_that_exist_on_the_versions_that_are_pinned() -> N
         assert NAMED_TEST.search(tests), f"row {number} names no test"
     assert reported >= 10
     for file, name in NAMED_TEST.findall(page):
-        test = re.search(
-            rf"((?:^@.*\n)*)^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE
-        )
-        assert test is not None, f"{file} has no {name}"
+        marks = _test_named(file, name)
         # Some of its rows may be slow.
-        assert "@pytest.mark.slow\n" not in test.group(1), f"{name} must belong to make test"
+        assert "@pytest.mark.slow\n" not in (marks or ""), f"{name} must belong to make test"

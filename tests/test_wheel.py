@@ -71,7 +71,7 @@ def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]) -> None:
 def test_the_source_archive_makes_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     sources = environments.unpack(built[1], tmp_path / "unpacked")
     assert (sources / "tests" / "conftest.py").exists()
-    assert (sources / "docs" / "tutorial.md").exists()
+    assert (sources / "docs" / "index.md").exists()
     assert names(environments.build(tmp_path / "dist", sources)[0]) == names(built[0])
 
 

@@ -60,11 +60,9 @@ _OOM_TEXTS: dict[str, tuple[str, str]] = {
 def simulated_oom(kind: str = "cuda") -> Exception:
     """The exception that an OOM raises: its type and its text.
 
-    >>> try:
-    ...     raise simulated_oom("mps")
-    ... except RuntimeError as error:
-    ...     print("out of memory" in str(error))
-    True
+    Examples:
+        >>> "out of memory" in str(simulated_oom("mps"))
+        True
 
     Args:
         kind: "cuda", "cuda_api", "cublas", "cudnn", "triton", "hip", "xpu", "mps", "cpu" or "python".
@@ -160,12 +158,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def fail_at(n: int, *, error: Fault | None = None) -> Iterator[Operations]:
     """Let `n` torch operations run and raise before the next one, once; what comes after runs again.
 
-    >>> with fail_at(2) as seen:
-    ...     try:
-    ...         torch.ones(3).add(1).sub(1)
-    ...     except torch.OutOfMemoryError:
-    ...         print(seen.operations, seen.last)
-    2 aten.sub.Tensor
+    Examples:
+        >>> with fail_at(2) as seen:
+        ...     try:
+        ...         torch.ones(3).add(1).sub(1)
+        ...     except torch.OutOfMemoryError:
+        ...         print(seen.operations, seen.last)
+        2 aten.sub.Tensor
 
     Operations are counted where torch carries them out, those of backward and of optimizers included; a view
     is one too. Only this thread is watched, and nothing is compiled meanwhile. `error` is raised in place of
@@ -194,10 +193,11 @@ def fail_at(n: int, *, error: Fault | None = None) -> Iterator[Operations]:
 def count_operations() -> Iterator[Operations]:
     """Count the torch operations of a block: the points at which `fail_at` can fail.
 
-    >>> with count_operations() as seen:
-    ...     _ = torch.ones(3).add(1).sub(1)
-    >>> seen.operations
-    3
+    Examples:
+        >>> with count_operations() as seen:
+        ...     _ = torch.ones(3).add(1).sub(1)
+        >>> seen.operations
+        3
 
     Yields:
         The count of operations.
@@ -212,11 +212,11 @@ def count_operations() -> Iterator[Operations]:
 class FaultSchedule:
     """Faults by number: of a step, a call, an epoch, whatever the test counts.
 
-    >>> faults = FaultSchedule({3: "oom", 5: ValueError("bad row")})
-    >>> faults.check(2)
-    >>> faults.check(5)
-    Traceback (most recent call last):
-    ValueError: bad row
+    Examples:
+        >>> faults = FaultSchedule({3: "oom", 5: ValueError("bad row")})
+        >>> faults.check(5)
+        Traceback (most recent call last):
+        ValueError: bad row
 
     A fault is "oom", "error" (one that is not memory), "interrupt" (Ctrl-C), a kind of `simulated_oom`, an
     exception, or a function that makes one. It comes every time that its number does.
@@ -247,14 +247,13 @@ class FaultSchedule:
 class faulty:  # noqa: N801 - used like a function: faulty(step, {...})
     """The step, but failing in the calls named: 0 is the first call.
 
-    >>> step = faulty(lambda batch_size: batch_size * 2, {1: "oom"})
-    >>> step(8)
-    16
-    >>> step(8)
-    Traceback (most recent call last):
-    torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. ...
-    >>> step(8), step.calls
-    (16, 3)
+    Examples:
+        >>> step = faulty(lambda batch_size: batch_size * 2, {0: "oom"})
+        >>> step(8)
+        Traceback (most recent call last):
+        torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. ...
+        >>> step(8), step.calls
+        (16, 2)
 
     With `after=True` the step runs and fails at its end, when it has changed what it changes.
 
@@ -295,14 +294,15 @@ class faulty:  # noqa: N801 - used like a function: faulty(step, {...})
 class FakeDevice:
     """A device without hardware: its memory is a row of numbers, so that a search needs no tensors.
 
-    >>> MiB = 2**20
-    >>> device = FakeDevice("1GiB", peak=lambda size: 200 * MiB + size * 3 * MiB)
-    >>> device.step(274)
-    >>> device.peaks().allocated_bytes // MiB
-    1022
-    >>> device.step(275)
-    Traceback (most recent call last):
-    torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. ...
+    Examples:
+        >>> MiB = 2**20
+        >>> device = FakeDevice("1GiB", peak=lambda size: 200 * MiB + size * 3 * MiB)
+        >>> device.step(274)
+        >>> device.peaks().allocated_bytes // MiB
+        1022
+        >>> device.step(275)
+        Traceback (most recent call last):
+        torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. ...
 
     and `find_batch_size(Workload(device.step, state=()), device=device)` answers 274. A step of your own
     calls `device.use(bytes)` at its peak, and `hold` and `release` for what outlives it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -49,13 +50,17 @@ def test_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> Non
     pages = {
         path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")
     }
-    wanted = [f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")]
+    docs = ROOT / "docs"
+    wanted = [path.relative_to(docs).with_suffix(".html").as_posix() for path in docs.rglob("*.md")]
     wanted += [f"benchmarks/{path.stem}.html" for path in (ROOT / "benchmarks" / "results").glob("*.md")]
     wanted += [f"examples/{path.stem}_py.html" for path in (ROOT / "examples").glob("*.py")]
-    assert {*wanted, "index.html", "architecture.html", "changelog.html"} <= set(pages)
+    assert {
+        *wanted,
+        *(f"project/{name}.html" for name in ("architecture", "contributing", "changelog")),
+    } <= set(pages)
     for name, text in pages.items():
         for either in LOADED.findall(text):
-            address = "".join(either)
+            address = "".join(either).partition("#")[0]  # "#only-light": what the theme shows
             assert "://" not in address, f"{name} loads {address}"
             if name != "404.html":  # its addresses begin at the root of a server
                 assert (site / name).parent.joinpath(address).resolve().exists(), f"{name} needs {address}"
@@ -68,21 +73,45 @@ def test_links_of_the_site_lead_to_its_pages(site: Path) -> None:
                 assert path.parent.joinpath(unquote(address)).resolve().exists(), f"{path.name}: {address}"
 
 
-def test_the_api_page_has_every_public_name_from_its_docstring(site: Path) -> None:
+def test_anchors_of_the_site_are_there(site: Path) -> None:
+    pages = {path.resolve(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    ids = {path: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for path, text in pages.items()}
+    checked = 0
+    for path, text in pages.items():
+        for address, anchor in re.findall(r'<a\b[^>]*?\bhref="([^"#:]*)#([^"]+)"', text):
+            there = path.parent.joinpath(unquote(address)).resolve() if address else path
+            if path.name != "404.html" and there in ids:
+                checked += 1
+                assert unquote(anchor) in ids[there], f"{path.name}: {address}#{anchor}"
+    assert checked > 1000
+
+
+def test_the_reference_has_every_public_name_from_its_docstring(site: Path) -> None:
     import batchfit
 
-    text = (site / "api.html").read_text(encoding="utf-8")
-    told = set(re.findall(r'<h[2-6] id="batchfit\.([^"]+)"', text))
-    assert set(batchfit.__all__) <= told
-    assert {"Microbatcher.backward", "integrations.lightning.BatchSizeFinder"} <= told
+    text = "".join(path.read_text(encoding="utf-8") for path in (site / "reference").rglob("*.html"))
+    shown = set(re.findall(r'<h[2-6] id="batchfit\.([^"]+)"', text))
+    modules = {"errors", "testing"}  # each object of them has a heading
+    assert set(batchfit.__all__) - modules <= shown
+    assert {"errors.NothingFitsError", "testing.fail_at", "Microbatcher.backward"} <= shown
+    assert "integrations.lightning.BatchSizeFinder" in shown
     assert "Find the largest batch size that runs, and keeps running." in text
+    assert ":::" not in re.sub(r"<(pre|code).*?</\1>", "", text, flags=re.DOTALL)
+
+
+def test_what_is_generated_and_no_page_is_in_the_site(site: Path) -> None:
+    assert (site / "llms.txt").read_text(encoding="utf-8").startswith("# batchfit\n")
+    assert len((site / "llms-full.txt").read_text(encoding="utf-8")) > 100_000
+    schemas = [json.loads(path.read_text()) for path in (site / "reference" / "schemas").glob("*.json")]
+    assert {one["properties"]["kind"]["const"] for one in schemas} >= {"fit", "prediction", "memory", "sweep"}
 
 
 @pytest.mark.parametrize("width", [1200, 390])
 def test_a_page_opened_from_a_disk_is_quiet_and_asks_for_files_only(
     site: Path, browser: Chromium, width: int
 ) -> None:
-    for name in ("index.html", "microbatch.html", "api.html", "complaints.html"):
+    names = ("index.html", "how-to/out-of-memory.html", "explanation/costs.html", "reference/results.html")
+    for name in names:
         page = browser.open(site / name, width=width)
         assert page.complaints() == []
         assert [address for address in page.requests() if not address.startswith(("file:", "data:"))] == []
@@ -107,5 +136,5 @@ def test_search_finds_pages_without_a_server(site: Path, browser: Chromium) -> N
           return [];
         })()
     """)
-    assert any("microbatch.html" in address for address in found)
+    assert any("batchnorm.html" in address for address in found)
     page.close()

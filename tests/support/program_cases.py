@@ -125,7 +125,13 @@ CASES = (
         prepare=_text,
         needs=("transformers", "accelerate"),
     ),
-    ProgramCase("lit", ("python", "lit.py", "--data.batch_size", "{}"), "16MiB", needs=("lightning",)),
+    ProgramCase(
+        "lit",
+        ("python", "lit.py", "--data.batch_size", "{}"),
+        "14MiB",
+        needs=("lightning",),
+        writes=("lightning_logs", "version_0", "version_1"),
+    ),
     ProgramCase(
         "accelerated",
         (
@@ -149,7 +155,7 @@ CASES = (
     ProgramCase(
         "ddp",
         ("torchrun", "--standalone", "--nproc-per-node", "2", "ddp.py", "--batch-size", "{}"),
-        "6MiB",
+        "10MiB",
     ),
     ProgramCase("gan", ("python", "gan.py", "--batchSize", "{}"), "6MiB"),
     ProgramCase("evaluate", ("python", "evaluate.py", "--eval-batch-size", "{}"), "24MiB"),
@@ -165,7 +171,7 @@ MORE = (
     ProgramCase(
         "lit_cli",
         ("python", "lit_cli.py", "fit", "--data.batch_size", "{}"),
-        "16MiB",
+        "14MiB",
         needs=("lightning", "jsonargparse"),
     ),
 )

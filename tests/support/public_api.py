@@ -41,7 +41,8 @@ def integrations() -> tuple[str, ...]:
     """The modules that are for a framework each."""
     import batchfit.integrations as package
 
-    names = [one.name for one in pkgutil.iter_modules(package.__path__) if not one.name.startswith("_")]
+    private = ("_", "torchtune_settings")
+    names = [one.name for one in pkgutil.iter_modules(package.__path__) if not one.name.startswith(private)]
     return tuple(f"batchfit.integrations.{name}" for name in names)
 
 

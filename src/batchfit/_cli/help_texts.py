@@ -173,6 +173,12 @@ where sweep.yaml has:
   estimate:
     max_crops: crops
 
+or, for any program, a command in the place of the factory:
+  command: python exp.py --batch_size {{}} --max_crops {{max_crops}}
+  measure: command  # run to its end at the size; it prints a JSON object
+  knobs:
+    max_crops: [2, 4, 8, 12, 13]
+
 {CODES}
 """
 

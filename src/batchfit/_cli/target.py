@@ -25,7 +25,7 @@ NO_GPU = (
 )
 TOO_LARGE = (
     'A model that this machine has no memory for can be built without any: with torch.device("meta"): '
-    "model = ... (docs/predict.md shows how)."
+    "model = AutoModelForCausalLM.from_config(config), or your own class."
 )
 # How torch says that there is no GPU: a build without CUDA, no driver, no device, the wrong device number.
 _NO_GPU_WORDS = (

@@ -87,7 +87,7 @@ def find_batch_size(
         start: the first size to try, an estimate; needed by "halve" and "grow" unless `max_size` is given.
         attempts: how many sizes "grow" may try.
         steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.
-        soak_steps: steps in the soak that the answer has to survive; 0 for none. Default: 25, or ten and more
+        soak_steps: steps of the stability check (soak) at the end; 0 for none. Default: 25, or ten and more
             of them until the allocator of a GPU repeats itself, after which nothing new can happen; all of
             them where the state is not declared. Where a step generates, `steps` are enough, and one for a
             trial.

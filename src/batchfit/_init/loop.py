@@ -43,7 +43,7 @@ from batchfit._init.effects import (
 from batchfit._init.liveness import read_after
 
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
-_GUIDE = "docs/microbatch.md shows the loop with batchfit.Microbatcher"
+_GUIDE = "By hand: mb = batchfit.Microbatcher(model), mb.backward(loss_of, batch), mb.step(optimizer)"
 
 
 class _UnchangedError(Exception):

@@ -167,6 +167,7 @@ class Reports:
         return SizeUse(
             size=size,
             samples=max((one["samples"] for one in lasts), default=0),
+            elements=max((one["elements"] for one in lasts), default=0),
             passes=max((one["passes"] for one in lasts), default=0),
             peak_bytes=max(peaks, default=None),
         )

@@ -46,6 +46,7 @@ from batchfit._find.find import find_batch_size
 from batchfit._knobs import Configuration, key_of, label
 from batchfit._predict.predict import predict_batch_size
 from batchfit._sweep.measure import run_measure
+from batchfit._sweep.own_configuration import OwnConfiguration, run_own
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.options import Measure
 from batchfit._sweep.run_state import ConfigurationRun, ListenerRaised, SweepSettings
@@ -150,9 +151,14 @@ def _error_fields(
 
 
 def _run(
-    make: Callable[[], Workload], measure: Measure | None, settings: SweepSettings, run: ConfigurationRun
+    make: Callable[[], Workload | OwnConfiguration],
+    measure: Measure | None,
+    settings: SweepSettings,
+    run: ConfigurationRun,
 ) -> None:
     work = make()
+    if isinstance(work, OwnConfiguration):
+        return run_own(work, settings, run)
     join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
     ranks = Ranks.current(timeout_s=RANKS_TIMEOUT_S)
     run.stage = "search"
@@ -169,15 +175,7 @@ def _run(
     run.report("search", estimate=estimate, start=start)
     begun = time.perf_counter()
     fit = _found(work, settings, run, start)
-    run.known.update(
-        batch_size_used=fit.batch_size,
-        survived_steps=fit.survived_steps,
-        stopped_because=fit.stopped_because,
-        peak_bytes=fit.peak_bytes,
-        budget_bytes=fit.budget_bytes,
-        find_s=time.perf_counter() - begun,
-    )
-    run.report("using", size=fit.batch_size)
+    run.keep_fit(fit, find_s=time.perf_counter() - begun)
     if measure is None:
         return
     run.stage = "measure"
@@ -195,11 +193,15 @@ def _model(device: Device) -> str:
     return device.name.partition(":")[0]
 
 
-def _made(given: Callable[..., object] | str, make: Any, configuration: Configuration) -> Workload:
+def _made(
+    given: Callable[..., object] | str, make: Any, configuration: Configuration
+) -> Workload | OwnConfiguration:
     if isinstance(given, str):
-        made = LoadedTarget(partial(make, **configuration), source_line(make))
-        return make_workload(parse_target(given), made)
-    return as_workload(make(**configuration))
+        named = LoadedTarget(partial(make, **configuration), source_line(make))
+        return make_workload(parse_target(given), named)
+    if isinstance(made := make(**configuration), OwnConfiguration):
+        return made
+    return as_workload(made)
 
 
 def _start(work: Workload, settings: SweepSettings, run: ConfigurationRun) -> tuple[int | None, int | None]:
@@ -208,13 +210,8 @@ def _start(work: Workload, settings: SweepSettings, run: ConfigurationRun) -> tu
     if not settings.auto:
         return None, most
     if settings.estimate is not None:
-        assert most is not None
-        estimate: Any = settings.estimate(dict(run.configuration), most)
-        if isinstance(estimate, bool) or not isinstance(estimate, int) or estimate < 1:
-            raise ValueError(
-                f"estimate must return a positive integer at {label(run.configuration)}, not {estimate!r}"
-            )
-        return estimate, max(settings.min_size, min(estimate, most))
+        estimate = run.estimate(settings)
+        return estimate, max(settings.min_size, min(estimate, most or estimate))
     if settings.strategy not in ("grow", "halve"):
         return None, None  # guided predicts for itself, where it can
     predicted = _predicted(work, settings)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -44,36 +44,56 @@ def run_measure(
     ranks: Ranks,
 ) -> None:
     """Measure at the size found; where that is out of memory, lower."""
-    size, sizes = fit.batch_size, list[int]()
-    ran = [trial.size for trial in fit.trials if trial.fits]
     device = run.device
     assert device is not None
     asking = partial(measure, **wanted_knobs(measure, run.configuration))
     before = Snapshot.take(work.state)
     verdicts = set[str]()
-    while True:
-        sizes.append(size)
-        run.known.update(batch_size_used=size, measure_sizes=tuple(sizes))
-        run.report("measure", size=size)
+
+    def attempt(size: int, last: bool) -> Mapping[str, Any] | None:
         limit: AbstractContextManager[None] = nullcontext()
         if settings.budget is not None:
             limit = device.limit(min(fit.budget_bytes, device.total_bytes()))
         with limit:
             try:
-                measured = _attempt(asking, work, size, verdicts, last=size <= settings.min_size)
+                measured = _attempt(asking, work, size, verdicts, last=last)
             except Exception:
                 if verdicts == {"ambiguous"}:  # at every size: it was never the memory
                     run.known.update(batch_size_used=fit.batch_size, measure_sizes=(fit.batch_size,))
                 raise
             # Inside the limit, which counts what is cached; outside any `except`.
             recover(device)
-        if not ranks.any(measured is None, doing=f"the measurement at {size}"):
-            assert measured is not None
-            run.known["measures"] = _checked(measured, run.configuration)
-            return
+        out_of_memory = ranks.any(measured is None, doing=f"the measurement at {size}")
+        return None if out_of_memory else measured
+
+    def undo() -> None:
         # What ran before the OOM is undone: the next call measures what the factory made, too.
         before.restore()
         recover(device)
+
+    measure_downwards(attempt, fit, settings, run, undo=undo)
+
+
+def measure_downwards(
+    attempt: Callable[[int, bool], Mapping[str, Any] | None],
+    fit: FitResult,
+    settings: SweepSettings,
+    run: ConfigurationRun,
+    *,
+    undo: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure at the size found, and lower as long as `attempt(size, last)` is out of memory (None)."""
+    size, sizes = fit.batch_size, list[int]()
+    ran = [trial.size for trial in fit.trials if trial.fits]
+    while True:
+        sizes.append(size)
+        run.known.update(batch_size_used=size, measure_sizes=tuple(sizes))
+        run.report("measure", size=size)
+        measured = attempt(size, size <= settings.min_size)
+        if measured is not None:
+            run.known["measures"] = _checked(measured, run.configuration)
+            return
+        undo()
         lower = max(
             [
                 settings.min_size,

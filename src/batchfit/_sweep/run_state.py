@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from batchfit._engine.device.device import Device
-from batchfit._knobs import Configuration
+from batchfit._knobs import Configuration, label
 from batchfit._sweep.pure.estimates import EstimateFunction
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.options import Measure
-from batchfit.results import Trial
+from batchfit.results import FitResult, Trial
 from batchfit.results._sweep import Stage
 
 
@@ -76,6 +76,29 @@ class ConfigurationRun:
             again = any(one.size == size and one.fits for one in self.trials)
             self.report("trying", size=size, before=self.last_size, again=again)
             self.begun_trial, self.last_size = True, size
+
+    def estimate(self, settings: SweepSettings) -> int:
+        """What the user's estimate says of this configuration."""
+        assert settings.estimate is not None
+        assert settings.batch_size is not None
+        estimate: Any = settings.estimate(dict(self.configuration), settings.batch_size)
+        if isinstance(estimate, bool) or not isinstance(estimate, int) or estimate < 1:
+            raise ValueError(
+                f"estimate must return a positive integer at {label(self.configuration)}, not {estimate!r}"
+            )
+        return estimate
+
+    def keep_fit(self, fit: FitResult, *, find_s: float) -> None:
+        """Keep what a search has found, and report the size."""
+        self.known.update(
+            batch_size_used=fit.batch_size,
+            survived_steps=fit.survived_steps,
+            stopped_because=fit.stopped_because,
+            peak_bytes=fit.peak_bytes,
+            budget_bytes=fit.budget_bytes,
+            find_s=find_s,
+        )
+        self.report("using", size=fit.batch_size)
 
     def on_trial(self, trial: Trial, budget_bytes: int) -> None:
         self.begun_trial = False

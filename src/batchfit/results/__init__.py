@@ -27,7 +27,7 @@ from batchfit.results._memory import (
     WhatIf,
 )
 from batchfit.results._run import ProgramRun, ProgramStart
-from batchfit.results._sweep import SweepRecord, SweepResult
+from batchfit.results._sweep import SkippedConfiguration, SweepRecord, SweepResult
 from batchfit.results._throughput import (
     Accumulation,
     Bottleneck,
@@ -55,6 +55,7 @@ __all__ = [
     "ProgramRun",
     "ProgramStart",
     "Result",
+    "SkippedConfiguration",
     "StepReport",
     "SweepRecord",
     "SweepResult",

@@ -13,8 +13,11 @@ from batchfit.results._fit import FitResult
 class ProgramStart(Result):
     """One start of the program: its batch size, and how it ended.
 
-    `exit_code` is the program's own, or 128 and the number of the signal that ended it. `oom` says how it was
-    out of memory; it is empty where it was not, or where nothing looked (without `--restarts`).
+    Attributes:
+        batch_size: the size that it was started with.
+        exit_code: the program's own, or 128 and the number of the signal that ended it.
+        oom: how it was out of memory; empty where it was not, or where nothing looked (without `--restarts`).
+        elapsed_s: seconds that it ran.
     """
 
     batch_size: int = Field(ge=1)
@@ -24,9 +27,17 @@ class ProgramStart(Result):
 
 
 class ProgramRun(Result):
-    """A program that was run: its command, the size it ended with, every start, and the search before it.
+    """What `batchfit run --output` writes: the program, its last size, every start, and the search before.
 
-    `fit` is the search, None where the size was given. `exit_code` is what `batchfit run` exits with.
+    Attributes:
+        kind: "run": what tells this result from others in a file.
+        schema_version: version of the JSON schema.
+        command: the words of the command, with `{}` in the place of the size.
+        batch_size: the size of the last start.
+        exit_code: what the last start, and `batchfit run`, exited with.
+        starts: every start of the program, in order.
+        fit: the search; None where the size was given.
+        batchfit_version: version of batchfit that ran the program.
     """
 
     kind: Literal["run"] = "run"

@@ -32,7 +32,7 @@ class DigitsModule(L.LightningDataModule):
 
 
 class LitAutoEncoder(L.LightningModule):
-    def __init__(self, width=512):
+    def __init__(self, width=384):
         super().__init__()
         self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 16))
         self.decoder = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 784))

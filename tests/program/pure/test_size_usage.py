@@ -5,8 +5,11 @@ from __future__ import annotations
 from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
 
 
-def use(size: int, *, samples: int, passes: int = 1, peak: int | None = 1000) -> SizeUse:
-    return SizeUse(size=size, samples=samples, passes=passes, peak_bytes=peak)
+def use(
+    size: int, *, samples: int, passes: int = 1, peak: int | None = 1000, elements: int | None = None
+) -> SizeUse:
+    elements = 10 * samples if elements is None else elements
+    return SizeUse(size=size, samples=samples, elements=elements, passes=passes, peak_bytes=peak)
 
 
 def test_a_program_that_uses_the_size() -> None:
@@ -26,6 +29,10 @@ def test_a_size_that_changes_nothing() -> None:
 
 def test_a_first_dimension_that_is_no_batch_says_nothing_where_memory_grows() -> None:
     assert wrong_use([use(1, samples=128), use(16, samples=128, peak=9000)]) == ""
+
+
+def test_sequences_before_the_batch_or_packed_ones_use_the_size_where_they_hold_more() -> None:
+    assert wrong_use([use(1, samples=128, elements=128), use(2, samples=128, elements=256)]) == ""
 
 
 def test_without_readings_or_twice_the_size_nothing_is_said() -> None:

@@ -45,7 +45,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TRAIN)
     yield
-    assert list((tmp_path / "temp").iterdir()) == []
+    assert list((tmp_path / "temp").glob("batchfit*")) == []
 
 
 def profile(*sizes: int, passes: str = "1", budget: str = "16MiB", **options: object) -> ThroughputProfile:

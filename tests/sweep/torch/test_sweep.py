@@ -929,7 +929,7 @@ def test_a_factory_and_a_measure_by_name(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_table_in_the_docs_is_what_the_strategies_do() -> None:
     root = Path(__file__).parents[3]
     benchmark = runpy.run_path(str(root / "benchmarks" / "sweep_seed.py"))
-    page = (root / "docs" / "sweep.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "how-to" / "sweep-details.md").read_text(encoding="utf-8")
     for line in benchmark["table"]():
         assert line in page.splitlines()
     for example in benchmark["EXAMPLES"].values():

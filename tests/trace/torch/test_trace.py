@@ -739,6 +739,16 @@ def test_attention_takes_the_kernel_of_the_card() -> None:
     assert operations("v100-16gb", BF16) == set()
 
 
+def test_what_torch_is_asked_once_is_no_part_of_the_first_trace() -> None:
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        heads = model(batch)[:, None].expand(-1, 2, -1, -1)
+        return F.scaled_dot_product_attention(heads, heads[:, :1], heads[:, :1], enable_gqa=True).sum()
+
+    work = batchfit.training(nn.Linear(8, 8), None, loss, lambda n: torch.randn(n, 5, 8))
+    attention.efficient_takes_groups.cache_clear()
+    assert traced(work) == traced(work)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_attention_over_three_dimensions_goes_where_this_torch_sends_it(
     monkeypatch: pytest.MonkeyPatch, fused: bool

@@ -558,35 +558,27 @@ class TestParent:
         )
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-    def test_its_end_is_the_childs(self, number: signal.Signals, tmp_path: Path, diary: Path) -> None:
-        code = (
-            "import batchfit\n"
-            f"batchfit.find_batch_size({TARGET!r}, isolate=True, budget='8MiB', max_size=1)\n"
-        )
-        with self.start(tmp_path, code, FAULT="hang", ABOVE="0") as process:
-            wait_until(lambda: pids(diary, "hangs") != [], within_s=60, what="the step was never reached")
-            child = pids(diary, "hangs")[0]
-            assert child != process.pid
-            assert not is_gone(child)
-            process.send_signal(number)
-            stderr = process.communicate(timeout=60)[1]
-        assert process.returncode == -number
-        wait_until(lambda: is_gone(child), within_s=60, what="the child outlives its parent")
-        assert ("KeyboardInterrupt" in stderr) is (number == signal.SIGINT)
-
-    def test_its_end_is_that_of_all_that_the_child_has_started(self, tmp_path: Path, diary: Path) -> None:
+    def test_its_end_is_the_childs_and_that_of_all_the_child_has_started(
+        self, number: signal.Signals, tmp_path: Path, diary: Path
+    ) -> None:
         code = (
             "import batchfit\n"
             f"batchfit.find_batch_size({TARGET!r}, isolate=True, budget='8MiB', max_size=1)\n"
         )
         with self.start(tmp_path, code, FAULT="program", ABOVE="0") as process:
             wait_until(lambda: pids(diary, "hangs") != [], within_s=60, what="the step was never reached")
+            child = pids(diary, "hangs")[0]
             lines = [line.split() for line in diary.read_text().splitlines()]
             program = next(int(line[2]) for line in lines if line[1] == "program")
+            assert child != process.pid
+            assert not is_gone(child)
             assert not is_gone(program)
-            process.kill()
-            process.communicate(timeout=60)
+            process.send_signal(number)
+            stderr = process.communicate(timeout=60)[1]
+        assert process.returncode == -number
+        wait_until(lambda: is_gone(child), within_s=60, what="the child outlives its parent")
         wait_until(lambda: is_gone(program), within_s=60, what="a program outlives its search")
+        assert ("KeyboardInterrupt" in stderr) is (number == signal.SIGINT)
 
     @pytest.mark.slow
     def test_a_script_that_calls_itself_is_told(self, tmp_path: Path) -> None:

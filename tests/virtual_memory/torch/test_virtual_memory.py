@@ -1012,6 +1012,23 @@ def test_lazy_modules_and_sparse_tensors() -> None:
         assert used() == before
 
 
+@pytest.mark.parametrize("function", [torch.nn.functional.silu, torch.nn.functional.mish])
+def test_a_gradient_that_is_one_kernel_is_not_taken_apart(function: Any) -> None:
+    """Both also have a way in several operations, for devices without a kernel of their own."""
+    x = torch.randn(4096, requires_grad=True)
+    function(x).sum().backward()
+    plain, x.grad = x.grad, None
+    assert plain is not None
+    with virtual_memory("1GiB") as memory:
+        total = function(x).sum()
+        memory.reset_peak()
+        before = memory.allocated_bytes
+        total.backward()
+        # The gradient of the sum is a number, that of the function a vector: no copies of it in between.
+        assert memory.peak_bytes - before < 2 * plain.nbytes
+        assert torch.equal(x.grad, plain)
+
+
 def test_the_intermediates_of_composite_operations_are_seen_in_inference_mode() -> None:
     # There torch hands `pairwise_distance`, `linear` and `to` to a dispatch mode whole.
     a, b = torch.ones(64, 256), torch.zeros(64, 256)

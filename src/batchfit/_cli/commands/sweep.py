@@ -27,6 +27,7 @@ from batchfit._cli.exits import (
     uninterrupted,
 )
 from batchfit._cli.output import check_writable, stdout_for_results
+from batchfit._cli.programs.sweep import asked_of_command
 from batchfit._cli.progress import own_warnings_as_notes, progress_here, speaks
 from batchfit._cli.traced import wrong_flag
 from batchfit._engine.workload import user_errors as failure
@@ -77,6 +78,8 @@ def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     from batchfit._sweep.pure.options import SweepOptions
     from batchfit._sweep.request import Asked
 
+    if file.is_command:
+        return asked_of_command(file)
     given: dict[str, Any] = file.options
     named = {key: str(file.data[key]) for key in ("factory", "measure") if file.data.get(key) is not None}
     if isinstance(given.get("estimate"), str) and given["estimate"] != "predict":

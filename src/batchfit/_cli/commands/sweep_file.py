@@ -20,6 +20,9 @@ from batchfit._sweep.pure.options import file_keys
 
 NEEDED = ("factory", "knobs")
 OPTIONAL = file_keys()
+# Of a sweep over a command: variables and places in files that get the size, as `find --env` and `--set`.
+COMMAND_NEEDED = ("command", "knobs")
+COMMAND_OPTIONAL = ("env", "set")
 
 
 @final
@@ -51,17 +54,29 @@ class SweepFile:
         file._check_keys()
         return file
 
+    @property
+    def is_command(self) -> bool:
+        """Whether the sweep is over a command, and not over a factory's workloads."""
+        return "command" in self.data
+
     def _check_keys(self) -> None:
+        needed = COMMAND_NEEDED if self.is_command else NEEDED
+        optional = (*OPTIONAL, *COMMAND_OPTIONAL) if self.is_command else OPTIONAL
+        if self.is_command and self.data.get("factory") is not None:
+            raise self.wrong("factory must be left out where there is a command", ("factory",))
+        if self.is_command and self.data.get("engine") is not None:
+            raise self.wrong("engine must be left out where there is a command", ("engine",))
         for key in self.data:
-            if key not in NEEDED and key not in OPTIONAL:
-                known = (*NEEDED, *OPTIONAL)
+            if key not in needed and key not in optional and not (self.is_command and key == "factory"):
+                known = (*needed, *optional)
                 raise self.wrong(
                     f"{key!r} must be one of {', '.join(known)}{did_you_mean(str(key), known)}", (str(key),)
                 )
-        for key in NEEDED:
+        for key in needed:
             if self.data.get(key) is None:
-                raise self.wrong(f"{key} must be given to a sweep, and is not", ())
-        for key in ("factory", "measure"):
+                name = "factory or command" if key == "factory" else key
+                raise self.wrong(f"{name} must be given to a sweep, and is not", ())
+        for key in () if self.is_command else ("factory", "measure"):
             value = self.data.get(key)
             if value is not None and not isinstance(value, str):
                 raise self.wrong(f"{key} must be file.py:function, not {value!r:.80}", (key,))

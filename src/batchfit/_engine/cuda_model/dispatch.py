@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.cuda_model import attention, sequences
+from batchfit._engine.cuda_model import attention, quantised_kernels, sequences
 from batchfit._engine.cuda_model.workspaces import LOW
 from batchfit._engine.torch_private.autocast import region_of, set_region
 from batchfit._engine.torch_private.autograd import is_view
@@ -68,6 +68,7 @@ class CudaRules:
         with (
             kernels_replaced(self._ways() | losses, self.autograd_key),
             cuda_autocast(self.device) if self.host_means_device else contextlib.nullcontext(),
+            quantised_kernels.way_of_cuda(),
         ):
             yield
 

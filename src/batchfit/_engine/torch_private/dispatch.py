@@ -72,6 +72,11 @@ def is_composite(op: Any) -> bool:
     return _has_kernel(op.name(), "CompositeImplicitAutograd")
 
 
+def has_cpu_kernel(op: Any) -> bool:
+    """Whether an operation runs whole on a CPU: a few have a kernel there and are composite elsewhere."""
+    return _has_kernel(op.name(), "CPU")
+
+
 def registered(key: str) -> list[str]:
     """The operations of aten with a kernel for a dispatch key, without "aten::"."""
     return sorted(name[6:] for name in _registrations(key) if name.startswith("aten::"))

@@ -31,7 +31,8 @@ from batchfit._engine.snapshot.contents import (
     is_parallel,
     is_record,
 )
-from batchfit._engine.snapshot.iterators import twin_of, warn_of
+from batchfit._engine.snapshot.iterators import twin_of as iterator_twin_of
+from batchfit._engine.snapshot.iterators import warn_of
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.torch_private.autograd import gradient_hooks
@@ -39,6 +40,15 @@ from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, chec
 from batchfit._engine.torch_private.optimizers import chooses_foreach, forget_steps_of
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.fake_cache import FakeResults
+from batchfit._engine.trace.quantised import (
+    LEAST_PAGED,
+    holds_tensors,
+    is_made_of_tensors,
+    is_paged,
+    parts_of,
+    rebuilt_with,
+    twin_of,
+)
 from batchfit._engine.trace.values import WHOLE
 from batchfit._engine.workload.reachable import NameBinding, StepReach, kept_by_classes
 from batchfit.errors import UntraceableError
@@ -159,8 +169,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
     def optimizer_tensors(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                values = state.values() if isinstance(state, dict) else ()
-                yield from (value for value in values if isinstance(value, FakeTensor))
+                for value in state.values() if isinstance(state, dict) else ():
+                    yield from (one for one in parts_of(value) if isinstance(one, FakeTensor))
 
     def fake_of(self, real: Tensor, device: torch.device | None = None) -> Tensor:
         """The fake that stands for a real tensor: same shape, strides, dtype and sharing."""
@@ -169,6 +179,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             return known
         if isinstance(real, FakeTensor):  # in groups that two optimizers have in common
             return real
+        if is_made_of_tensors(real):
+            return self._made_of_fakes(real, device)
         fake = self.shaped_like(real, self.device if device is None else device, sharing=True)
         if real.dim() == 0 and not real.requires_grad and real.device.type == "cpu":
             keep_value(self.mode, fake, real.detach().clone())  # a counter that is read
@@ -177,7 +189,9 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             fake = self.results.sharing(fake).requires_grad_(real.requires_grad)
             mark_parameter(fake)
             for name, value in vars(real).items():
-                if not isinstance(value, Tensor):
+                if holds_tensors(real):
+                    setattr(fake, name, twin_of(value, self.fake_of))
+                elif not isinstance(value, Tensor):
                     setattr(fake, name, value)
             if real.requires_grad:
                 hooked: Any = fake
@@ -193,6 +207,18 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._fakes[id(real)] = fake
         self._real.append(real)
         return fake
+
+    def _made_of_fakes(self, real: Tensor, device: torch.device | None) -> Tensor:
+        """The fake of a tensor that is made of others."""
+        with self.mode:
+            made: Tensor = rebuilt_with(real, functools.partial(self.fake_of, device=device))
+        if isinstance(real, nn.Parameter):
+            mark_parameter(made)
+        if real.requires_grad and real.is_leaf:
+            self._undo.push("a gradient", functools.partial(_put_gradient, real, real.grad))
+        self._fakes[id(real)] = made
+        self._real.append(real)
+        return made
 
     def shaped_like(self, real: Tensor, device: torch.device, *, sharing: bool = False) -> Tensor:
         """A fake of that shape; with `sharing` it has its memory in common with earlier ones, as the real."""
@@ -233,6 +259,10 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                     if tensor.numel() == 1 and tensor.dtype in WHOLE and tensor.device.type != "meta":
                         self._counters.append((table[name], tensor))
                     self._hold(tensor, f"{path}.{name}".lstrip("."), learns=name in one._parameters)
+            for name, value in list(vars(one).items()):
+                if holds_tensors(value) and not isinstance(value, nn.Module):
+                    twin = vars(one)[name] = twin_of(value, self.fake_of)
+                    self._held += [(f"{path}.{name}", part, "weights") for part in parts_of(twin)]
 
     def _hold(self, real: Tensor, name: str, *, learns: bool) -> None:
         """It is on the device before the first step, and its gradient if it has one."""
@@ -242,7 +272,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         if learns:
             self._parameters[id(fake)] = fake
         if real.device.type != "meta" or self._is_meta:
-            self._held.append((name, fake, "weights"))
+            beside = vars(fake).values() if holds_tensors(real) else ()
+            self._held += [(name, part, "weights") for whole in [fake, *beside] for part in parts_of(whole)]
 
     def _fake_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
@@ -279,7 +310,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def _paged_buffer(self, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """State of a paged optimizer: of all but small parameters it is managed memory (`is_paged`)."""
-        if parameter.numel() < _LEAST_PAGED:
+        if parameter.numel() < LEAST_PAGED:
             return torch.zeros_like(parameter, dtype=dtype)
         paged = self.results.empty(parameter.shape, parameter.stride(), dtype, torch.device("cpu"))
         paged.is_paged = True  # type: ignore[attr-defined]  # so it may be beside tensors of the GPU
@@ -294,7 +325,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                 on_host = _on_host(value) or getattr(value, "is_paged", False)
                 faked[name] = self.fake_of(value, torch.device("cpu") if on_host else None)
                 if not on_host:
-                    self._held.append((f"optimizer.{name}", faked[name], "optimizer"))
+                    parts = parts_of(faked[name])
+                    self._held += [(f"optimizer.{name}", part, "optimizer") for part in parts]
             else:
                 faked[name] = value
         return faked
@@ -333,7 +365,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         if not is_iterator(value):
             return value
         if id(value) not in self._twins:
-            twin = twin_of(value)
+            twin = iterator_twin_of(value)
             if twin is None:
                 warn_of(f"{type(owner).__name__}{contents.place_of(value)}", value)
             self._twins[id(value)] = value if twin is None else twin
@@ -396,17 +428,6 @@ def _clear_if_filled(cached: Any, misses: int) -> None:
     """Forget what a cache was given in a trace: fakes; what it held before is made again when asked for."""
     if cached.cache_info().misses != misses:
         cached.cache_clear()
-
-
-_LEAST_PAGED = 1e5  # elements: bitsandbytes pages no smaller state
-
-
-def is_paged(part: Any) -> bool:
-    """Whether it is an optimizer of bitsandbytes whose state is managed memory.
-
-    The driver moves its pages between host and GPU as they are used; torch's allocator never sees them.
-    """
-    return bool(getattr(part, "is_paged", False)) and hasattr(part, "get_state_buffer")
 
 
 def _on_host(tensor: Tensor) -> bool:

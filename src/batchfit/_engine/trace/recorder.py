@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
+from batchfit._engine.cuda_model import quantised_kernels
 from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
 from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
 from batchfit._engine.cuda_model.sequences import packed
@@ -38,6 +39,7 @@ from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
 from batchfit._engine.trace.host import HostTensors
 from batchfit._engine.trace.program_lines import calling_line
+from batchfit._engine.trace.quantised import kind_is_made_of_tensors, parts_of
 from batchfit._engine.trace.recorded_reads import RecordedReads, Value
 from batchfit._engine.trace.values import KnownValues, LibraryReads
 from batchfit.errors import UntraceableError
@@ -46,6 +48,7 @@ _LINEAR = torch.ops.aten.linear.default
 _DEVICE = torch.ops.prim.device.default
 _PACK = torch.ops.aten._pack_padded_sequence.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_KNOWN = frozenset({FakeTensor, Tensor, torch.nn.Parameter})
 _SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default})
 
 
@@ -104,8 +107,9 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         """What an optimizer keeps for a parameter carries the parameter's name, as its gradient does."""
         for parameter, state in optimizer.state.items():
             for value in state.values() if isinstance(state, dict) else ():
-                if isinstance(value, FakeTensor):
-                    self.blocks.mark(value, "optimizer", self._names.get(id(parameter), ""))
+                for part in parts_of(value):
+                    if isinstance(part, FakeTensor):
+                        self.blocks.mark(part, "optimizer", self._names.get(id(parameter), ""))
 
     def end_step(self) -> None:
         """A step is over: name what it leaves behind."""
@@ -128,6 +132,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # asked for all the time, and by torch itself
             return args[0].device if type(args[0]) is FakeTensor else func(*args)
+        if not _KNOWN.issuperset(types) and any(map(kind_is_made_of_tensors, types)):
+            return NotImplemented  # its own code says what it does with the tensors inside: they come here
         self._check()
         self.operation = func
         if self._ends is not None and time.perf_counter() > self._ends:
@@ -328,12 +334,13 @@ class Operation(NamedTuple):
     @classmethod
     def of(cls, func: Any, rules: CudaRules) -> Operation:
         plain = isinstance(func, OpOverload)
+        library = func.name() if plain else ""  # what is not torch's may be imported after this
         return cls(
             str(func),
             func is _ITEM or func in _SHAPED_BY_DATA,
             rules.composite(func) if plain else None,
             plain and is_composite(func),
-            RULES.get(func),
-            STAND_INS.get(func),
+            RULES.get(func) or quantised_kernels.RULES.get(library),
+            STAND_INS.get(func) or quantised_kernels.STAND_INS.get(library),
             func in GEMMS,
         )

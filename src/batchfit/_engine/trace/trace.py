@@ -39,9 +39,10 @@ from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.torch_private.modules import flex_attention_check
 from batchfit._engine.trace.blocks import counts_of_one_holder
-from batchfit._engine.trace.fake_state import Faked, is_paged
+from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating, short_generation
 from batchfit._engine.trace.program_lines import HERE, TORCH
+from batchfit._engine.trace.quantised import caveats_of, is_paged
 from batchfit._engine.trace.recorded_reads import RecordedReads
 from batchfit._engine.trace.recorder import TraceRecorder
 from batchfit._engine.trace.untraceable import explained
@@ -146,6 +147,7 @@ def unseen(parts: Iterable[Any]) -> Iterator[str]:
             "(measured with torch 2.11): up to 65 MiB too many"
         )
     for part in parts:
+        yield from caveats_of(part)
         if is_paged(part):
             yield (
                 "paged optimizer state: managed memory, which the driver moves to the GPU by pages and back; "

@@ -314,12 +314,13 @@ def _storage_resizes_counted() -> Iterator[None]:
 def virtual_memory(limit: int | str) -> Iterator[VirtualMemory]:
     """Inside, the CPU is a device with `limit` bytes (`"2GiB"`) that raises `torch.OutOfMemoryError` beyond.
 
-    >>> with virtual_memory("64MiB") as memory:
-    ...     try:
-    ...         torch.randn(600_000_000)
-    ...     except torch.OutOfMemoryError:
-    ...         print("out of memory, as on a GPU")
-    out of memory, as on a GPU
+    Examples:
+        >>> with virtual_memory("64MiB") as memory:
+        ...     try:
+        ...         torch.randn(600_000_000)
+        ...     except torch.OutOfMemoryError:
+        ...         print("out of memory, as on a GPU")
+        out of memory, as on a GPU
 
     The error comes before the operation runs. Live tensors are counted with those alive at entry;
     `memory.allocated_bytes`, `memory.peak_bytes` and `memory.reset_peak()` read the count. Nested blocks

@@ -21,6 +21,7 @@ from torch import Tensor
 from batchfit._engine.torch_private.dispatch import (
     NO_DISPATCH,
     OpOverload,
+    has_cpu_kernel,
     is_composite,
     plain_functions,
     schema_of,
@@ -107,7 +108,7 @@ def plan_of(op: Any) -> int:
 
 
 def _plan(op: Any) -> int:
-    if is_composite(op):
+    if is_composite(op) and not has_cpu_kernel(op):  # silu's gradient is one kernel, not five operations
         return COMPOSITE
     schema = schema_of(op)
     name = schema.name.rpartition("::")[2]

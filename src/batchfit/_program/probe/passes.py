@@ -33,7 +33,8 @@ class PassCounter:
 
     def __init__(self, before_pass: Callable[[Any, Any], None], on_pass: Callable[[bool], None]) -> None:
         self.count = 0
-        self.samples = 0  # the most samples that a pass had
+        self.samples = 0  # the most samples that a pass had, since `forget`
+        self.elements = 0  # the most numbers that a pass was given, since then
         self.with_gradients = 0
         self._root: nn.Module | None = None  # the outermost module, while it runs
         self._depth = 0  # how often it was called within itself
@@ -52,6 +53,10 @@ class PassCounter:
         self._handles = []
         self._root = None
 
+    def forget(self) -> None:
+        """What passes had before, such as those of an evaluation before training, counts no more."""
+        self.samples = self.elements = 0
+
     def _before(self, module: nn.Module, args: Any) -> None:
         if self._root is None:
             if has_weights(module) and not in_loader_worker():
@@ -69,9 +74,11 @@ class PassCounter:
         self._root = None
         self.count += 1
         self.with_gradients += torch.is_grad_enabled()
-        shape = next((tuple(one.shape) for one in tensors_in((args, kwargs)) if one.dim()), ())
+        tensors = [one for one in tensors_in((args, kwargs)) if one.dim()]
+        shape = tuple(tensors[0].shape) if tensors else ()
         if shape:
             self.samples = max(self.samples, shape[0])
+            self.elements = max(self.elements, sum(one.numel() for one in tensors))
         begins = not self._goes_on(shape)
         self._shape = shape
         if begins and len(shape) > 1:

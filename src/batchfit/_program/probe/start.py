@@ -129,6 +129,8 @@ class Probe:
         if number == 2:
             self._passes.stop()
         self._step_ended(number, optimizer)
+        if number == 1:
+            self._passes.forget()
 
     def _step_ended(self, number: int, optimizer: Any = None) -> None:
         self._host_s = self._clock.end()
@@ -185,6 +187,7 @@ class Probe:
             number=self._steps,
             step_s=self._host_s,
             samples=self._passes.samples,
+            elements=self._passes.elements,
             passes=self._passes_in_step,
             **read,
         )

@@ -1,8 +1,8 @@
 """What the program does with the size: uses it, has no more samples, accumulates, or never looks at it.
 
 Rules: judged from two sizes that ran, one at least twice the other, by the samples of the forward passes,
-their number per step, and the peak. Where the peak grows, the size is used, whatever the passes show: their
-first dimension need not be the batch.
+their number per step, and the peak. Where the peak grows, or a pass gets more numbers, the size is used,
+whatever else the passes show: their first dimension need not be the batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _TRACKS = 0.9  # of what the size promises
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeUse:
-    """What one size showed: the most samples of a pass, passes per optimizer step, the peak."""
+    """What one size showed: the most samples and numbers of a pass, passes per optimizer step, the peak."""
 
     size: int
     samples: int
+    elements: int
     passes: int
     peak_bytes: int | None
 
@@ -42,7 +43,8 @@ def wrong_use(uses: Sequence[SizeUse]) -> str:
     for small, large in _pairs(uses):
         if small.peak_bytes is None or large.peak_bytes is None or small.samples != large.samples:
             continue
-        if large.peak_bytes > small.peak_bytes * (1 + _SAME_PEAK_SHARE):
+        grows = large.peak_bytes > small.peak_bytes * (1 + _SAME_PEAK_SHARE)
+        if grows or large.elements != small.elements:
             continue
         if small.passes and large.passes >= _MORE_PASSES * small.passes:
             return (

@@ -52,7 +52,7 @@ def end_all(
                 with contextlib.suppress(OSError):
                     os.kill(one, number)
                     os.kill(one, signal.SIGCONT)  # one that is stopped would not see it
-            if not os.path.isdir("/proc/self"):
+            if group and not os.path.isdir("/proc/self"):
                 with contextlib.suppress(OSError):
                     os.killpg(group, number)
         asked = True
@@ -72,9 +72,9 @@ def main() -> None:
         part = os.read(orders, 4096)
         text, open_ = text + part, bool(part)
     groups = [json.loads(line) for line in text.splitlines() if line]
-    if not groups or groups[-1] == 0:
+    if groups and groups[-1] == 0:
         return
-    end_all(token, groups[-1])
+    end_all(token, groups[-1] if groups else 0)
     shutil.rmtree(folder, ignore_errors=True)
 
 

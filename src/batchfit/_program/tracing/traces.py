@@ -129,7 +129,7 @@ class ProgramTraces:
 
     def _note_use(self, reports: Reports, found: Trace) -> None:
         use = reports.use(found.size)
-        use = SizeUse(size=use.size, samples=use.samples, passes=use.passes, peak_bytes=found.peak_bytes)
+        use = replace(use, peak_bytes=found.peak_bytes)
         self._uses.append(use)
         wrong = wrong_use(self._uses)
         if wrong:

@@ -13,7 +13,7 @@ Rules
   of microbatches before each pass (`settle_offers`), and vote on how it ended (`settle_pass`). A rank
   that fails in between goes on sending, so that all arrive at the second vote.
 
-`docs/ranks_microbatch.md` says the same in words, and `tests/data_parallel/pure/test_protocol.py` runs every
+`docs/explanation/ranks.md` says the same in words, and `tests/data_parallel/pure/test_protocol.py` runs every
 interleaving of 2 and 3 ranks with a failure at every point.
 """
 
