@@ -26,7 +26,6 @@ from batchfit._cli.flags import (
     ProgramCommand,
     ProgramEnv,
     ProgramSet,
-    Target,
     TargetCommand,
     TargetOrCommand,
     WholeTracebacks,
