@@ -26,7 +26,6 @@ from batchfit._cli.flags import (
     ProgramCommand,
     ProgramEnv,
     ProgramSet,
-    Target,
     TargetCommand,
     TargetOrCommand,
     WholeTracebacks,
@@ -156,8 +155,10 @@ def _list_gpus(wanted: bool) -> None:
 @flags_of(PredictOptions)
 def predict(
     context: typer.Context,
-    target: Target,
     flags: FlagValues,
+    target: TargetOrCommand = None,
+    env: ProgramEnv = None,
+    set_: ProgramSet = None,
     json: Annotated[
         bool,
         json_flag("The prediction as JSON, alone on stdout; a list where there are several GPUs."),
@@ -181,6 +182,13 @@ def predict(
 
     given = {**flags, "budget": listed(flags["budget"]), "gpu": listed(flags["gpu"])}
     delivery = Delivery(as_json=json, output=output, plot=plot)
+    if target is None:
+        from batchfit._cli.programs.find import ProgramCall
+        from batchfit._cli.programs.traced import predict_program
+
+        program = ProgramCall(program_words(context), listed(env) or (), set_ or (), given, delivery)
+        return end(lambda: predict_program(program))
+    no_program_flags(env, set_)
     call = TargetCall(target, given, delivery, traceback, script_arguments(context))
     end(lambda: predict_target(call))
 
@@ -189,8 +197,10 @@ def predict(
 @flags_of(ExplainOptions)
 def explain(
     context: typer.Context,
-    target: Target,
     flags: FlagValues,
+    target: TargetOrCommand = None,
+    env: ProgramEnv = None,
+    set_: ProgramSet = None,
     json: Annotated[bool, json_flag("The explanation as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
     plot: Annotated[Path | None, plot_flag("memory over one step")] = None,
@@ -200,6 +210,13 @@ def explain(
     from batchfit._cli.traced import Delivery, TargetCall
 
     delivery = Delivery(as_json=json, output=output, plot=plot)
+    if target is None:
+        from batchfit._cli.programs.find import ProgramCall
+        from batchfit._cli.programs.traced import explain_program
+
+        program = ProgramCall(program_words(context), listed(env) or (), set_ or (), flags, delivery)
+        return end(lambda: explain_program(program))
+    no_program_flags(env, set_)
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
     end(lambda: explain_target(call))
 

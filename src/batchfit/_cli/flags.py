@@ -26,7 +26,6 @@ TARGET_HELP = (
     "arguments that returns one of these. Arguments of the script itself go after --."
 )
 FlagValues = dict[str, Any]  # what `flags_of` gives to a command
-Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)]
 TargetOrCommand = Annotated[
     str | None,
     typer.Argument(

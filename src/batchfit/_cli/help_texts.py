@@ -92,8 +92,12 @@ The step is traced with fake tensors, which take no memory, and replayed
 through a model of the CUDA allocator. On a GPU, and without --gpu, two small
 sizes are run to correct it.
 
+Any program will do, with no line changed: its command stands after --. It is
+run on the CPU, a few small steps for real, and then traced as it runs.
+
 Examples:
   batchfit predict train.py:make --gpu h100
+  batchfit predict --gpu h100 -- python train.py --batch-size {{}}
   batchfit predict train.py:make --gpu h100 --gpu a100-40gb --gpu rtx4090
   batchfit predict train.py:make --budget 24GiB --budget 80GiB
   batchfit predict train.py:make --gpu h100 --json | jq .batch_size
@@ -109,8 +113,12 @@ The peak with its phase and operation; weights, gradients, optimizer and
 activations; the modules and source lines that hold the most; and the largest
 batch with each change that may help. Traced: no GPU is needed.
 
+Any program will do, with no line changed: its command stands after --. Only
+changes of the allocator are tried then.
+
 Examples:
   batchfit explain train.py:make --batch-size 32 --gpu h100
+  batchfit explain --batch-size 32 --gpu h100 -- python train.py --bs {{}}
   batchfit explain train.py:make --batch-size 32 --budget 24GiB --plot s.svg
 
 {CODES}

@@ -102,23 +102,32 @@ Work = Callable[["Workload", ProgressDisplay], RenderedAnswer]
 
 def run_traced(call: TargetCall, work: Work, *, command: str) -> Code:
     """Load the target, let `work` answer, and deliver: how it ended."""
-    call.delivery.check()
     given = call.given()
-    with stdout_for_results(alone=call.delivery.as_json) as stdout:
+
+    def answer(progress: ProgressDisplay) -> RenderedAnswer:
+        progress.doing(f"loading {call.target}")
+        workload = given.load(advise=True)
+        with _explained(call, given, command):
+            return work(workload, progress)
+
+    call.delivery.check()
+    return run_answer(call.delivery, answer)
+
+
+def run_answer(delivery: Delivery, make: Callable[[ProgressDisplay], RenderedAnswer]) -> Code:
+    """Let `make` answer with a progress display, and deliver: how it ended."""
+    with stdout_for_results(alone=delivery.as_json) as stdout:
         progress = progress_here()
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 progress.doing("loading torch")
                 load_torch()
-                progress.doing(f"loading {call.target}")
-                workload = given.load(advise=True)
-                with _explained(call, given, command):
-                    answer = work(workload, progress)
+                answer = make(progress)
         except KeyboardInterrupt as stop:
             raise CommandFailed(interrupt_code(stop), "interrupted before there was an answer") from None
         if speaks():
             with uninterrupted():
-                deliver(answer, stdout, call.delivery)
+                deliver(answer, stdout, delivery)
     return answer.code
 
 

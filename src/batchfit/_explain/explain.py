@@ -16,8 +16,9 @@ import torch
 
 import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
-from batchfit._engine.allocator.footprint import Footprint
+from batchfit._engine.allocator.footprint import Footprint, Trace
 from batchfit._engine.allocator.replay import simulate
+from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.trace import module_classes, unseen
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of
@@ -25,7 +26,7 @@ from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._explain.study import Study
 from batchfit._predict.oracle import Basis, default_budget
-from batchfit.results import Holder, MemoryExplanation, Moment
+from batchfit.results import Holder, MemoryExplanation, Moment, WhatIf
 from batchfit.workload import Workload, as_workload
 
 
@@ -68,7 +69,7 @@ def explain_memory(
 def explain_with(workload: Workload | Callable[[int], object], options: ExplainOptions) -> MemoryExplanation:
     """Explain the memory of a step as the options say."""
     begun = time.perf_counter()
-    work, batch_size, target = as_workload(workload), options.batch_size, options.target
+    work, target = as_workload(workload), options.target
     reach = reach_of(work)
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
@@ -76,15 +77,45 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
     if budget_bytes is None:
         budget_bytes = default_budget(target, work if here else None)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    study = Study(reach, rules, batch_size, budget_bytes, basis)
+    study = Study(reach, rules, options.batch_size, budget_bytes, basis)
     now = study.base
     found = study.what_ifs() if options.what_if else ()
-    peak = Peak.of(now.at_size)
-    held = _reserved(Footprint.of(now.at_size), batch_size, budget_bytes, study.settings)
-    return MemoryExplanation(
-        batch_size=batch_size,
+    return explanation(
+        now.at_size,
         budget_bytes=budget_bytes,
         largest=now.largest,
+        settings=study.settings,
+        rules=rules,
+        basis=basis,
+        classes=module_classes(reach.parts),
+        outside=_outside(work),
+        what_ifs=tuple(found),
+        unseen=(*unseen(reach.parts), *study.notes),
+        begun=begun,
+    )
+
+
+def explanation(
+    at_size: Trace,
+    *,
+    budget_bytes: int | None,
+    largest: int | None,
+    settings: AllocatorSettings,
+    rules: CudaRules,
+    basis: Basis,
+    classes: dict[str, str],
+    outside: str,
+    what_ifs: tuple[WhatIf, ...],
+    unseen: tuple[str, ...],
+    begun: float,
+) -> MemoryExplanation:
+    """The explanation of a trace; `outside` names what no module made."""
+    peak = Peak.of(at_size)
+    held = _reserved(Footprint.of(at_size), at_size.size, budget_bytes, settings)
+    return MemoryExplanation(
+        batch_size=at_size.size,
+        budget_bytes=budget_bytes,
+        largest=largest,
         peak_bytes=peak.size,
         reserved_bytes=held,
         peak_phase=peak.origin.phase,
@@ -93,11 +124,11 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
         card=rules.gpu.name,
         based_on=basis,
         kinds=_holders(by_kind(peak), peak.size),
-        modules=_holders(by_module(peak, module_classes(reach.parts), outside=_outside(work)), peak.size),
+        modules=_holders(by_module(peak, classes, outside=outside), peak.size),
         lines=_holders(by_line(peak), peak.size),
-        what_ifs=tuple(found),
-        timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(now.at_size)),
-        unseen=(*unseen(reach.parts), *study.notes, *rules.gpu.caveats),
+        what_ifs=what_ifs,
+        timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(at_size)),
+        unseen=(*unseen, *rules.gpu.caveats),
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,

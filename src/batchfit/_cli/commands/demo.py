@@ -12,12 +12,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit._charts.throughput_page import throughput_lines
 from batchfit._cli.commands.find import SearchJob, run_job
-from batchfit._cli.commands.predict import predicted, prediction_lines
+from batchfit._cli.commands.predict import predict_here, predicted, prediction_lines
 from batchfit._cli.commands.profile import point_line
 from batchfit._cli.commands.report import check_output
 from batchfit._cli.exits import Code, CommandFailed, load_torch
@@ -122,7 +123,8 @@ def _predict_too(device: str, budget: str) -> Sequence[Prediction]:
         where = f"for GPUs that are not here ({', '.join(OTHER_GPUS)}), from a trace"
     with progress_here() as progress:
         progress.note(f"\nPredicting it {where}: no step of those sizes is run.")
-        found = predicted(small_gpt_training(device), wanted, progress, "the small GPT")
+        predict = partial(predict_here, small_gpt_training(device))
+        found = predicted(predict, wanted, progress, "the small GPT")
     sys.stdout.write("\n")
     show(
         lambda width, plain: prediction_lines(found, next_command=NEXT, width=width, plain=plain), sys.stdout

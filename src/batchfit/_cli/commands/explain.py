@@ -28,14 +28,18 @@ def explain_target(call: TargetCall) -> Code:
         from batchfit._explain.explain import explain_with
 
         progress.doing(f"tracing {call.target} at batch size {options.batch_size}, and what would change it")
-        explanation = explain_with(workload, options)
-        return RenderedAnswer(
-            json=explanation.to_json(),
-            lines=lambda width, plain: memory_lines(explanation, width=width, plain=plain),
-            draw=lambda path: _draw_file(explanation, path, title=call.target),
-        )
+        return rendered(explain_with(workload, options), call.target)
 
     return run_traced(call, work, command="explain")
+
+
+def rendered(explanation: MemoryExplanation, text: str) -> RenderedAnswer:
+    """The explanation, ready to go out; `text` is what was explained."""
+    return RenderedAnswer(
+        json=explanation.to_json(),
+        lines=lambda width, plain: memory_lines(explanation, width=width, plain=plain),
+        draw=lambda path: _draw_file(explanation, path, title=text),
+    )
 
 
 def _draw_file(explanation: MemoryExplanation, path: Path, *, title: str) -> None:

@@ -8,8 +8,9 @@ answer is and caveats are said beside it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,17 +63,25 @@ def predict_target(call: TargetCall) -> Code:
     wanted, text = options_of(call.flags), call.target
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
-        found = predicted(workload, wanted, progress, text)
-        return RenderedAnswer(
-            json=as_json(found),
-            lines=lambda width, plain: prediction_lines(
-                found, next_command=next_command(found, text), width=width, plain=plain
-            ),
-            draw=lambda path: _draw_file(found, path, title=text),
-            code=Code.FOUND if any(row.batch_size for row in found.rows) else Code.NOTHING_FITS,
-        )
+        from batchfit._engine.distributed.ranks import join_launched
+
+        join_launched()
+        found = predicted(partial(predict_here, workload), wanted, progress, text)
+        return rendered(found, text, next_command(found, f"batchfit explain {text}"))
 
     return run_traced(call, work, command="predict")
+
+
+def rendered(found: Predicted, text: str, next_command: str) -> RenderedAnswer:
+    """The answer of all GPUs, ready to go out; `text` is what was predicted."""
+    return RenderedAnswer(
+        json=as_json(found),
+        lines=lambda width, plain: prediction_lines(
+            found, next_command=next_command, width=width, plain=plain
+        ),
+        draw=lambda path: _draw_file(found, path, title=text),
+        code=Code.FOUND if any(row.batch_size for row in found.rows) else Code.NOTHING_FITS,
+    )
 
 
 def options_of(flags: Mapping[str, Any]) -> list[PredictOptions]:
@@ -95,19 +104,19 @@ def options_of(flags: Mapping[str, Any]) -> list[PredictOptions]:
 
 
 def predicted(
-    workload: Workload, wanted: Sequence[PredictOptions], progress: ProgressDisplay, text: str
+    predict: Callable[[PredictOptions], Prediction],
+    wanted: Sequence[PredictOptions],
+    progress: ProgressDisplay,
+    text: str,
 ) -> Predicted:
     """One prediction for each GPU."""
-    from batchfit._engine.distributed.ranks import join_launched
-
-    join_launched()
     rows: list[Row] = []
     predictions: list[Prediction] = []
     failures: list[NothingFitsError] = []
     for options in wanted:
         progress.doing(f"tracing {text}" + (f" for {options.gpu}" if options.gpu else ""))
         try:
-            one = _prediction(workload, options)
+            one = predict(options)
         except NothingFitsError as error:
             if len(wanted) == 1:
                 raise
@@ -125,7 +134,8 @@ def predicted(
     return Predicted(tuple(rows), tuple(predictions), tuple(failures), gpu_named=wanted[0].gpu is not None)
 
 
-def _prediction(workload: Workload, options: PredictOptions) -> Prediction:
+def predict_here(workload: Workload, options: PredictOptions) -> Prediction:
+    """Predict for one GPU, in this process."""
     from batchfit._predict.predict import predict_with
 
     return predict_with(workload, lambda: options)
@@ -239,8 +249,11 @@ def _of_row(row: Row, found: Predicted) -> str:
     return f"{row.card}, {format_bytes(row.budget_bytes)}: "
 
 
-def next_command(found: Predicted, text: str) -> str:
-    """The command that explains the first answer, about the same memory; none where nothing fits."""
+def next_command(found: Predicted, explain: str, end: str = "") -> str:
+    """The command that explains the first answer, about the same memory; none where nothing fits.
+
+    `explain` is how it begins, `end` what comes last.
+    """
     row = next((row for row in found.rows if row.batch_size), None)
     if row is None:
         return ""
@@ -250,7 +263,7 @@ def next_command(found: Predicted, text: str) -> str:
         memory = (
             f" --gpu {row.card}" if whole else f" --budget {format_bytes(row.budget_bytes).replace(' ', '')}"
         )
-    return f"batchfit explain {text} --batch-size {row.batch_size}{memory}"
+    return f"{explain} --batch-size {row.batch_size}{memory}{end}"
 
 
 def _confidence(found: Predicted) -> str:

@@ -179,7 +179,8 @@ class Whereabouts:
                 )
 
         def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._in_optimizer -= 1
+            # A program's step ends in a hook like this one, which may have been there before.
+            self._in_optimizer = max(0, self._in_optimizer - 1)
             on_state(optimizer)
 
         handles = [

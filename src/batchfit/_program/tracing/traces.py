@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 
@@ -30,6 +30,7 @@ from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
 from batchfit._program.rank_reports import Reports
 from batchfit.errors import ProgramError, UntraceableError
 
+Answer = TypeVar("Answer")
 SMALL = 2  # the size that is really run
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 _SILENT_S = 1800.0  # without a word
@@ -198,3 +199,14 @@ class ProgramTraces:
         how = "ended" if code == 0 else f"ended with exit code {code}"
         steps = f"after {reports.steps_run} steps" if reports.steps_run else "before its first step"
         return ProgramError(f"the program {how} {steps}, at batch size {size}", lines=lines)
+
+
+def lines_from_what_there_is(traces: ProgramTraces, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` gives, which traces sizes: smaller ones where the program has too few samples."""
+    while True:
+        try:
+            return ask()
+        except TooFewSamplesError as error:
+            if error.most <= SMALL:
+                raise ProgramError("the program has too few samples for two steps of 3 samples") from None
+            traces.most_size = error.most

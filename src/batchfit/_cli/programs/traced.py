@@ -1,0 +1,100 @@
+"""`batchfit predict -- COMMAND` and `batchfit explain -- COMMAND`: a program traced as it runs on a CPU.
+
+Rules: as in `predict` and `explain` of a target; what is wrong with the command or the flags is said before
+anything is started. Nothing is calibrated: no GPU is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from batchfit import errors
+from batchfit._cli.commands import explain as explain_command
+from batchfit._cli.commands import predict as predict_command
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.programs.find import ProgramCall
+from batchfit._cli.traced import RenderedAnswer, run_answer, wrong_flag
+from batchfit._engine.allocator.gpus import DEFAULT, Gpu
+from batchfit._explain.pure.options import ExplainOptions
+
+if TYPE_CHECKING:
+    from batchfit._cli.progress import ProgressDisplay
+    from batchfit._predict.pure.options import PredictOptions
+    from batchfit._program.pure.template import CommandTemplate
+    from batchfit._program.tracing.traces import ProgramTraces
+    from batchfit.results import Prediction
+
+
+def predict_program(call: ProgramCall) -> Code:
+    """Predict the largest size of a program for each GPU and budget."""
+    template = call.template("predict")
+    wanted = predict_command.options_of(call.flags)
+    try:
+        if call.flags.get("calibrate"):
+            raise ValueError("calibrate must be left out for a command: its steps run on a CPU")
+        if wanted[0].target is None and not wanted[0].budgets_bytes:
+            raise ValueError("gpu must be given for a command (--gpu h100), or budget (--budget 24GiB)")
+    except ValueError as error:
+        raise wrong_flag(error, "predict") from None
+    call.delivery.check()
+    text = template.shown_template()
+
+    def answer(progress: ProgressDisplay) -> RenderedAnswer:
+        from batchfit._program.tracing.predict import predict_program
+
+        known: list[ProgramTraces] = []
+
+        def predict(options: PredictOptions) -> Prediction:
+            gpu = options.target or DEFAULT
+            traces = known[0].for_gpu(gpu) if known else _traces(template, gpu, progress)
+            known[:] = [traces]
+            return predict_program(traces, options)
+
+        with _ended():
+            found = predict_command.predicted(predict, wanted, progress, text)
+        explain = predict_command.next_command(found, "batchfit explain", f" -- {text}")
+        return predict_command.rendered(found, text, explain)
+
+    return run_answer(call.delivery, answer)
+
+
+def explain_program(call: ProgramCall) -> Code:
+    """Explain the memory of a program at one size."""
+    template = call.template("explain")
+    try:
+        options = ExplainOptions(**call.flags)
+    except (ValueError, TypeError) as error:
+        raise wrong_flag(error, "explain") from None
+    call.delivery.check()
+
+    def answer(progress: ProgressDisplay) -> RenderedAnswer:
+        from batchfit._program.tracing.explain import explain_program
+
+        with _ended():
+            traces = _traces(template, options.target or DEFAULT, progress)
+            return explain_command.rendered(explain_program(traces, options), template.shown_template())
+
+    return run_answer(call.delivery, answer)
+
+
+def _traces(template: CommandTemplate, gpu: Gpu, progress: ProgressDisplay) -> ProgramTraces:
+    from batchfit._program.tracing.traces import ProgramTraces
+
+    return ProgramTraces(
+        template, gpu, on_run=lambda doing, size: progress.doing(f"{doing} the program at batch size {size}")
+    )
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """Inside, an error ends the command with its exit code."""
+    try:
+        yield
+    except errors.ProgramError as error:
+        raise CommandFailed(Code.RAISED, str(error), details="\n".join(error.lines)) from None
+    except errors.UntraceableError as error:
+        raise CommandFailed(Code.UNTRACEABLE, str(error)) from None
+    except errors.NothingFitsError as error:
+        raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
