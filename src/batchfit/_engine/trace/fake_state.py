@@ -246,7 +246,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             if is_parallel(one):
                 what = f"{path or 'the model'} is {type(one).__name__}"
                 raise UntraceableError(
-                    "", "", f"{what}, which talks to other ranks: predict with what it wraps"
+                    "", "", f"{what}, which issues collectives: predict with what it wraps"
                 )
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)
