@@ -5,7 +5,7 @@
     python tests/versions.py run --torch 2.15 --failed          # only the tests that failed there
     python tests/versions.py run --torch 2.15 --environment DIR # in an environment that is there already
     python tests/versions.py add REPORT.xml --doctor doctor.json --commit C --machine "one H200"
-    python tests/versions.py page                 # docs/reference/compatibility.md again, of the stored results
+    python tests/versions.py page                 # the page again, of the stored results
 
 Rules: ordinary wheels of torch, used on the CPU. Environments lie in build/versions, one at a time, and are
 removed; so is the copy of the source that the tests run on, so that work may go on meanwhile. Each part of

@@ -31,7 +31,8 @@ name.
 """
 _EVIDENCE = """\
 Ordinary wheels of torch, on CPUs; on the machines of this table. The tests that need a GPU are skipped
-here: they ran with torch 2.11 on an H200 ([Benchmarks](../project/benchmarks.md)). `make test-versions` makes this page.
+here: they ran with torch 2.11 on an H200 ([Benchmarks](../project/benchmarks.md)). `make test-versions` makes
+this page.
 """
 _PREDICTIONS = """\
 ## Predictions
