@@ -5,7 +5,7 @@
     python tests/versions.py run --torch 2.15 --failed          # only the tests that failed there
     python tests/versions.py run --torch 2.15 --environment DIR # in an environment that is there already
     python tests/versions.py add REPORT.xml --doctor doctor.json --commit C --machine "one H200"
-    python tests/versions.py page                 # docs/compatibility.md again, of the stored results
+    python tests/versions.py page                 # the page again, of the stored results
 
 Rules: ordinary wheels of torch, used on the CPU. Environments lie in build/versions, one at a time, and are
 removed; so is the copy of the source that the tests run on, so that work may go on meanwhile. Each part of
@@ -42,13 +42,13 @@ from versions_page import LIBRARIES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 FOLDER = ROOT / "build" / "versions"
 TOOLS = (*environments.TOOLS, "pandas", "matplotlib", "hatchling", "ruff", "mypy")
 REQUIRED = ("transformers", "accelerate", "lightning", "ray", "gloo", "matplotlib", "hatchling")
 TORCHTUNE = {"torchtune": "0.6.1", "torchao": "0.10.0"}
 # What models are fine-tuned with; PEFT refuses LoRA beside the torchao of torchtune.
-STACK = ("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes")
+STACK = ("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao")
 _MOST_SECONDS = 3 * 3600
 Results = dict[str, Any]
 
@@ -359,7 +359,7 @@ def store(name: str, result: Results, path: Path = RESULTS) -> dict[str, Results
 
 
 def page() -> None:
-    """Write docs/compatibility.md."""
+    """Write docs/reference/compatibility.md."""
     PAGE.write_text(versions_page.page(stored()), encoding="utf-8")
 
 
@@ -432,7 +432,7 @@ def parser() -> argparse.ArgumentParser:
     adding.add_argument("--commit", required=True)
     adding.add_argument("--machine", required=True, help="what it has: one H200, 16 cores")
     adding.add_argument("--date", default=today())
-    commands.add_parser("page", help="write docs/compatibility.md from the stored results")
+    commands.add_parser("page", help="write docs/reference/compatibility.md from the stored results")
     return found
 
 

@@ -1,4 +1,4 @@
-"""docs/compatibility.md, made of the stored results of tests/versions.py.
+"""docs/reference/compatibility.md, made of the stored results of tests/versions.py.
 
 Rules: every figure on the page is stored, and every skip and every failure is on it. What a user needs comes
 first: which torch, what is refused or poorer there; then the evidence. Nothing but the standard library.
@@ -31,7 +31,8 @@ name.
 """
 _EVIDENCE = """\
 Ordinary wheels of torch, on CPUs; on the machines of this table. The tests that need a GPU are skipped
-here: they ran with torch 2.11 on an H200 ([Benchmarks](benchmarks.md)). `make test-versions` makes this page.
+here: they ran with torch 2.11 on an H200 ([Benchmarks](../project/benchmarks.md)). `make test-versions` makes
+this page.
 """
 _PREDICTIONS = """\
 ## Predictions
@@ -48,7 +49,7 @@ otherwise is known by their sources, and was not measured on a GPU.
 | 2.15 | `expandable_segments_reserve` in `PYTORCH_ALLOC_CONF` | a caveat where it is set |
 
 68 cases predicted without a GPU, by version:
-[the page](../benchmarks/results/prediction_versions_cpu_202611.md).
+[the page](../../benchmarks/results/prediction_versions_cpu_202611.md).
 """
 
 

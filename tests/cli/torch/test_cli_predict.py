@@ -144,7 +144,7 @@ def keywords(function: object) -> dict[str, object]:
     return {name: one.default for name, one in parameters.items() if name != "workload"}
 
 
-OWN = {"context", "target", "json", "output", "plot", "traceback", "list_gpus"}
+OWN = {"context", "target", "json", "output", "plot", "traceback", "list_gpus", "env", "set_"}
 
 
 class TestFlags:
@@ -386,7 +386,7 @@ class TestPredict:
         )  # type: ignore[arg-type]  # fmt: skip
         row = Row(gpu, True, 80 * GIB, 64, 70 * GIB)
         found = predict.Predicted((row,), (reported,), gpu_named=named)
-        command = predict.next_command(found, "train.py:make")
+        command = predict.next_command(found, "batchfit explain train.py:make")
         text = as_text(predict.prediction_lines(found, next_command=command, width=80, plain=True))
         assert words in " ".join(text.split())
         memory = " --budget 80.0GiB" if based_on == "no GPU" else ""

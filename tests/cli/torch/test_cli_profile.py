@@ -38,7 +38,7 @@ def raises():
         raise RuntimeError("wrong")
     return batchfit.Workload(step, state=[])
 """
-OWN = {"context", "target", "json", "output", "plot", "traceback"}
+OWN = {"context", "target", "json", "output", "plot", "traceback", "env", "set_"}
 # Keywords that are objects of a program's own: there is no way to write them on a command line.
 OBJECTS = {"loader", "on_point"}
 

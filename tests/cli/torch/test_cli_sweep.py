@@ -273,7 +273,7 @@ def test_all_that_fail_are_an_error_with_its_line(project: Path) -> None:
         ("model.py:measure->model.py:meas", "sweep.yaml:2: there is no 'meas' in model.py (target "
          "model.py:meas); did you mean model.py:measure?"),
         ("model.py:make->[1]", "sweep.yaml:1: factory must be file.py:function, not [1]"),
-        ("factory: model.py:make\n->", "sweep.yaml: factory must be given to a sweep, and is not"),
+        ("factory: model.py:make\n->", "sweep.yaml: factory or command must be given to a sweep, and is not"),
         ("knobs:\n  most: [3, 5, 7]\n->", "sweep.yaml: knobs must be given to a sweep, and is not"),
         ("knobs:->knobs: [", "'sweep.yaml' must be YAML, and is not: "),
     ],
