@@ -33,8 +33,7 @@ from batchfit._engine.snapshot.contents import (
 )
 from batchfit._engine.snapshot.iterators import twin_of as iterator_twin_of
 from batchfit._engine.snapshot.iterators import warn_of
-from batchfit._engine.snapshot.rng import undo_generator
-from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.snapshot.rng import UndoStack, undo_generator
 from batchfit._engine.torch_private.autograd import gradient_hooks
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
 from batchfit._engine.torch_private.optimizers import chooses_foreach, forget_steps_of
