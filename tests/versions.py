@@ -44,7 +44,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 FOLDER = ROOT / "build" / "versions"
-TOOLS = (*environments.TOOLS, "pandas", "matplotlib", "hatchling", "ruff", "mypy")
+TOOLS = (*environments.TOOLS, "hatchling", "ruff", "mypy")
 REQUIRED = ("transformers", "accelerate", "lightning", "ray", "gloo", "matplotlib", "hatchling")
 TORCHTUNE = {"torchtune": "0.6.1", "torchao": "0.10.0"}
 # What models are fine-tuned with; PEFT refuses LoRA beside the torchao of torchtune.
@@ -95,6 +95,9 @@ OLDEST = {
     "pydantic": "2.10.0",
     "typer": "0.15.4",
     "rich": "13.7.0",
+    "matplotlib": "3.8.0",
+    "numpy": "1.26.0",
+    "pandas": "2.2.0",
 }
 ROWS = (
     Row("2.6.0", OLDEST | TORCHTUNE, without=STACK),

@@ -15,14 +15,15 @@ Results = dict[str, Any]
 LIBRARIES = (
     *("transformers", "accelerate", "lightning", "ray", "torchtune"),
     *("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao"),
-    *("pydantic", "typer", "rich", "numpy"),
+    *("pydantic", "typer", "rich", "matplotlib", "numpy", "pandas"),
 )
 _OPENING = """\
 # Compatibility
 
-batchfit runs on Python 3.11 and later and on torch 2.6 and later. The whole test suite ran with each torch in
-this table. A version between two of them is expected to work like its neighbors. A newer one is used without
-a warning: what batchfit needs is asked of torch itself, not of its version number.
+Does batchfit work with the torch that you have? It needs torch 2.6 or later, and Python 3.11 or later. All
+tests of `make test` ran with each torch in this table. A version between two of them is expected to work like
+its neighbors. A newer one is used without a warning: torch itself is asked for what batchfit needs, whatever
+its version number.
 """
 _DOCTOR = """\
 `batchfit doctor` shows the same for your installation. A feature that a torch cannot carry is refused before

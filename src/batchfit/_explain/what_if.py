@@ -37,6 +37,8 @@ Context = Callable[[Workload, Any], AbstractContextManager[Any]]
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SHORTEST = 16  # a sequence that is cut has at least this length
 _CHUNKS = 16  # of a loss
+# The switch of models of transformers, by its name since 5.23 and by that before.
+_SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 @final
@@ -106,8 +108,9 @@ def _checkpointing(level: list[RepeatedBlocks], model: Any) -> Change:
     blocks = [block for one in level for block in one.blocks]
     kinds = Counter(one.kind for one in level for _ in one.blocks)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    if _switched_alone(model, blocks):
-        how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+    switch = next((name for name in _SWITCHES if hasattr(model, name)), "")
+    if switch and _switched_alone(model, blocks):
+        how = f'model.{switch}({{"use_reentrant": False}})'
     else:
         how = (
             f"for each {' and '.join(kinds)} m: m.forward = functools.partial("
@@ -122,7 +125,7 @@ def _checkpointing(level: list[RepeatedBlocks], model: Any) -> Change:
 
 def _switched_alone(model: Any, blocks: list[nn.Module]) -> bool:
     """Whether transformers' own switch checkpoints these blocks, and no others."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "gradient_checkpointing_enable"):
+    if not isinstance(model, nn.Module):
         return False
     switched = [
         one

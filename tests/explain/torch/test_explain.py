@@ -405,6 +405,23 @@ def test_checkpointing_that_is_on_is_not_offered() -> None:
     assert checkpointing(reach_of(work)) == []
 
 
+@pytest.mark.parametrize("switch", ["gradient_checkpointing_enable", "activation_checkpointing_enable"])
+def test_the_switch_of_transformers_has_the_name_that_the_model_knows(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 5.23 the first, since then both, and the first warns that it will be removed."""
+    work = workload(saving=True)
+    layer = type("GradientCheckpointingLayer", (Block,), {})
+    for block in work.model.blocks:
+        block.__class__ = layer
+    (change,) = checkpointing(reach_of(work))
+    assert "checkpoint.checkpoint" in change.how  # no switch
+    for name in ("gradient_checkpointing_enable", switch):
+        monkeypatch.setattr(type(work.model), name, lambda self, kwargs: None, raising=False)
+    (change,) = checkpointing(reach_of(work))
+    assert change.how == f'model.{switch}({{"use_reentrant": False}})'
+
+
 def test_recomputed_activations_belong_to_their_module() -> None:
     work = workload(saving=True)
     seen = trace(work, 4, rules=rules_for(work))
