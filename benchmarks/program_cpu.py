@@ -88,8 +88,6 @@ class Listener:
 
     def environment(self, *, limits: bool) -> dict[str, str]:
         """The environment of a program with a probe that reports here and never stops it."""
-        import batchfit
-        from batchfit._program.command_run import INJECT
         from batchfit._program.pure.variables import probe_variables
 
         settings = {
@@ -101,13 +99,7 @@ class Listener:
             "budget_bytes": 2**34,
             "ram_bytes": 2**34,
         }
-        return probe_variables(
-            os.environ,
-            inject=INJECT,
-            source=str(Path(batchfit.__file__).parent.parent),
-            folder=str(self.folder),
-            settings=json.dumps(settings),
-        )
+        return probe_variables(os.environ, folder=str(self.folder), settings=json.dumps(settings))
 
     def close(self) -> None:
         self._socket.close()

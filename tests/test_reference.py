@@ -258,7 +258,7 @@ def test_results_are_as_their_schemas_say() -> None:
 
 def test_the_page_of_errors_has_each_with_the_code_that_a_command_ends_with() -> None:
     from batchfit._cli.commands.find import _failed
-    from batchfit._cli.traced import TargetCall, _explained
+    from batchfit._cli.target import TargetCall, _explained
 
     page = PAGES["errors.md"]
     job: Any = None

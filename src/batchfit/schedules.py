@@ -45,7 +45,7 @@ class StepBatchSizeConfig(PlannedConfig):
     The size is `min(initial * gamma ** (epoch // step_size), max_batch_size)`.
 
     Attributes:
-        type: "step": tells this schedule from others in a file.
+        type: "step": the kind of schedule, where a file is read.
         step_size: counts between two changes.
         gamma: the factor of each change, at least 2.
     """
@@ -82,7 +82,7 @@ class LinearBatchSizeConfig(SmoothConfig):
     """Changes the batch size by the same number of samples with every count.
 
     Attributes:
-        type: "linear": tells this schedule from others in a file.
+        type: "linear": the kind of schedule, where a file is read.
     """
 
     type: Literal["linear"] = "linear"
@@ -95,7 +95,7 @@ class ExponentialBatchSizeConfig(SmoothConfig):
     """Changes the batch size by the same factor with every count.
 
     Attributes:
-        type: "exponential": tells this schedule from others in a file.
+        type: "exponential": the kind of schedule, where a file is read.
     """
 
     type: Literal["exponential"] = "exponential"
@@ -108,7 +108,7 @@ class CosineBatchSizeConfig(SmoothConfig):
     """Half a cosine wave: slow at both ends, as CosineAnnealingLR is for the learning rate.
 
     Attributes:
-        type: "cosine": tells this schedule from others in a file.
+        type: "cosine": the kind of schedule, where a file is read.
     """
 
     type: Literal["cosine"] = "cosine"
@@ -122,7 +122,7 @@ class MilestoneBatchSizeConfig(PlannedConfig):
     """Sizes from given counts on: `"0:256 20:512"`, `{0: 256, 20: 512}`, or `"0:768 250B:1536 tokens"`.
 
     Attributes:
-        type: "milestone": tells this schedule from others in a file.
+        type: "milestone": the kind of schedule, where a file is read.
         milestones: pairs of a count and the global size from there on, as text, a mapping or a list.
     """
 
@@ -250,7 +250,7 @@ class CustomBatchSizeConfig(_CallsConfig, PlannedConfig):
     """The size is what a function of yours returns.
 
     Attributes:
-        type: "custom": tells this schedule from others in a file.
+        type: "custom": the kind of schedule, where a file is read.
         function: `function(progress) -> int`, a callable or its import path "package.module:function". It
             must be pure.
     """
@@ -274,7 +274,7 @@ class IncreaseBatchSizeConfig(_CallsConfig):
     An increase past `max_batch_size`, or past what fits, is left out, with an event.
 
     Attributes:
-        type: "increase": tells this schedule from others in a file.
+        type: "increase": the kind of schedule, where a file is read.
         clamp: go to the limit instead, where an increase would pass it.
         unit: "epoch": what counts are in.
         function: `function(epoch, current_batch_size) -> increase`, a callable or its import path. A negative
@@ -305,7 +305,7 @@ class NoiseBatchSizeConfig(BatchSizeConfig):
     Only a reading whose whole interval agrees changes the size.
 
     Attributes:
-        type: "noise": tells this schedule from others in a file.
+        type: "noise": the kind of schedule, where a file is read.
         ratio: the factor of a change: sizes are the initial one times powers of it.
         min_batch_size: the smallest size; None: no limit.
         hysteresis: the part by which another size must be better.

@@ -10,7 +10,7 @@ One default differs: the store is on in `batchfit find`, since a command is type
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -59,6 +59,10 @@ from batchfit._predict.pure.options import PredictOptions
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._program.pure.run_options import RunOptions
 
+if TYPE_CHECKING:
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.programs.find import ProgramCall
+
 # What a command after -- has no use for: its trials are always processes of their own, and never traced.
 NOT_FOR_PROGRAMS = ("isolate", "predict")
 
@@ -94,6 +98,19 @@ def batchfit_command(
     """What `batchfit` does before any command: nothing but answer `--version`."""
 
 
+def _program(
+    context: typer.Context,
+    env: list[str] | None,
+    sets: list[str] | None,
+    flags: FlagValues,
+    delivery: Delivery,
+) -> ProgramCall:
+    """What was typed of a command after `--`."""
+    from batchfit._cli.programs.find import ProgramCall
+
+    return ProgramCall(program_words(context), listed(env) or (), sets or (), flags, delivery)
+
+
 @app.command(cls=TargetCommand, help=FIND_HELP)
 @flags_of(FindOptions, store=True)
 def find(
@@ -107,15 +124,15 @@ def find(
     traceback: WholeTracebacks = False,
 ) -> None:
     from batchfit._cli.commands.find import find_target
-    from batchfit._cli.traced import Delivery, TargetCall
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
 
     delivery = Delivery(as_json=json, output=output)
     source = context.get_parameter_source("store")
     if target is None:
-        from batchfit._cli.programs.find import ProgramCall, find_in_program
+        from batchfit._cli.programs.find import find_in_program
 
-        words = program_words(context)
-        program = ProgramCall(words, listed(env) or (), set_ or (), flags, delivery)
+        program = _program(context, env, set_, flags, delivery)
         return end(lambda: find_in_program(program))
     no_program_flags(env, set_)
     asked = flags["store"] and source is not None and source.name == "COMMANDLINE"
@@ -133,12 +150,11 @@ def run(
     json: Annotated[bool, json_flag("With --dry-run: the command as JSON on stdout.")] = False,
     output: OutputFile = None,
 ) -> None:
-    from batchfit._cli.programs.find import ProgramCall
+    from batchfit._cli.delivery import Delivery
     from batchfit._cli.programs.run import run_for_real
-    from batchfit._cli.traced import Delivery
 
     delivery = Delivery(as_json=json, output=output)
-    call = ProgramCall(program_words(context), listed(env) or (), set_ or (), flags, delivery)
+    call = _program(context, env, set_, flags, delivery)
     end(lambda: run_for_real(call))
 
 
@@ -178,15 +194,15 @@ def predict(
     ] = False,
 ) -> None:
     from batchfit._cli.commands.predict import predict_target
-    from batchfit._cli.traced import Delivery, TargetCall
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
 
     given = {**flags, "budget": listed(flags["budget"]), "gpu": listed(flags["gpu"])}
     delivery = Delivery(as_json=json, output=output, plot=plot)
     if target is None:
-        from batchfit._cli.programs.find import ProgramCall
         from batchfit._cli.programs.traced import predict_program
 
-        program = ProgramCall(program_words(context), listed(env) or (), set_ or (), given, delivery)
+        program = _program(context, env, set_, given, delivery)
         return end(lambda: predict_program(program))
     no_program_flags(env, set_)
     call = TargetCall(target, given, delivery, traceback, script_arguments(context))
@@ -207,14 +223,14 @@ def explain(
     traceback: WholeTracebacks = False,
 ) -> None:
     from batchfit._cli.commands.explain import explain_target
-    from batchfit._cli.traced import Delivery, TargetCall
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
 
     delivery = Delivery(as_json=json, output=output, plot=plot)
     if target is None:
-        from batchfit._cli.programs.find import ProgramCall
         from batchfit._cli.programs.traced import explain_program
 
-        program = ProgramCall(program_words(context), listed(env) or (), set_ or (), flags, delivery)
+        program = _program(context, env, set_, flags, delivery)
         return end(lambda: explain_program(program))
     no_program_flags(env, set_)
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
@@ -234,15 +250,15 @@ def profile(
     plot: Annotated[Path | None, plot_flag("throughput against size")] = None,
     traceback: WholeTracebacks = False,
 ) -> None:
-    from batchfit._cli.traced import Delivery, TargetCall
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
 
     given = {**flags, "sizes": listed_sizes(flags["sizes"])}
     delivery = Delivery(as_json=json, output=output, plot=plot)
     if target is None:
-        from batchfit._cli.programs.find import ProgramCall
         from batchfit._cli.programs.profile import profile_command
 
-        program = ProgramCall(program_words(context), listed(env) or (), set_ or (), given, delivery)
+        program = _program(context, env, set_, given, delivery)
         return end(lambda: profile_command(program))
     from batchfit._cli.commands.profile import profile_target
 

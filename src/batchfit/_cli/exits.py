@@ -1,4 +1,4 @@
-"""How a command ends: the one list of exit codes, and the error that carries one.
+"""How a command ends: the one list of exit codes, the error that carries one, and the code of each error.
 
 Rules: a script can tell the outcomes apart by the code alone; `--help` prints this list and a test
 compares the two; an interrupt (Ctrl-C) and a SIGTERM take the same way out, so both save what is known.
@@ -12,11 +12,15 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+
+from batchfit import errors
+
+Options = TypeVar("Options")
 
 
 class Code(IntEnum):
@@ -60,6 +64,41 @@ class CommandFailed(Exception):
         self.text = text
         self.details = details
         self.every_rank = every_rank
+
+
+def wrong_flag(error: Exception, command: str) -> CommandFailed:
+    """A flag's value is refused."""
+    where = (
+        "predict --list-gpus lists the GPUs"
+        if str(error).startswith("gpu ")
+        else f"{command} --help lists the flags"
+    )
+    return CommandFailed(Code.USAGE, f"{error} (batchfit {where})")
+
+
+def checked_options(kind: type[Options], flags: Mapping[str, Any], command: str) -> Options:
+    """The options that the flags say; wrong ones are refused before torch is loaded."""
+    try:
+        return kind(**flags)
+    except (ValueError, TypeError) as error:
+        raise wrong_flag(error, command) from None
+
+
+def failure_of(error: BaseException) -> CommandFailed | None:
+    """How a command ends by one of batchfit's errors; None for any other error."""
+    if isinstance(error, errors.TargetError | errors.SettingsDifferError | errors.ResultFileError):
+        return CommandFailed(Code.USAGE, str(error))
+    if isinstance(error, errors.ProgramError):
+        return CommandFailed(Code.RAISED, str(error), details="\n".join(error.lines))
+    if isinstance(error, errors.UntraceableError):
+        return CommandFailed(Code.UNTRACEABLE, str(error))
+    if isinstance(error, errors.NothingFitsError):
+        return CommandFailed(Code.NOTHING_FITS, str(error))
+    if isinstance(error, errors.SearchStoppedError):
+        return CommandFailed(Code.STOPPED, str(error))
+    if isinstance(error, errors.BatchfitError):
+        return CommandFailed(Code.RAISED, str(error), every_rank=True)
+    return None
 
 
 class Terminated(KeyboardInterrupt):

@@ -107,7 +107,7 @@ Examples:
 """
 
 EXPLAIN_HELP = f"""\
-Show what holds the memory of a step of TARGET, and what would change it.
+Show the memory breakdown of a step of TARGET, and what would change it.
 
 The peak with its phase and operation; weights, gradients, optimizer and
 activations; the modules and source lines that hold the most; and the largest

@@ -1,23 +1,27 @@
 """The target of a command (`train.py:make`): loaded once, and named in the errors of its code.
 
-Rules: what is wrong with the name is said before torch is loaded. An error of the user's code is shown with
-the line it comes from; frames of libraries are left out unless they are asked for.
+Rules: what is wrong with the flags or the name is said before torch is loaded. An error of the user's code is
+shown with the line it comes from; frames of libraries are left out unless they are asked for. Where a target
+cannot be built here, the error says how it can be. An error that is neither the user's nor about an argument
+is ours: it comes with its traceback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
 
 from batchfit import errors
-from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.delivery import Delivery, RenderedAnswer, run_answer
+from batchfit._cli.exits import Code, CommandFailed, failure_of, wrong_flag
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import Target, home_of, load_target, make_workload, parse_target
 
 if TYPE_CHECKING:
+    from batchfit._cli.progress import ProgressDisplay
     from batchfit.workload import Workload
-
 
 NO_GPU = (
     "This machine has no GPU, and none is needed: build the model on the CPU where there is none "
@@ -84,6 +88,60 @@ class Given:
             details=failure.details(error, home=home, full=self.full_traceback),
             every_rank=True,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCall:
+    """What was typed: a target, the command's flags, where the answer goes, the target's own arguments."""
+
+    target: str
+    flags: Mapping[str, Any]
+    delivery: Delivery = field(default_factory=Delivery)
+    full_traceback: bool = False
+    arguments: tuple[str, ...] = ()
+
+    def given(self) -> Given:
+        """The target, parsed; nothing is loaded."""
+        return Given.parse(self.target, self.arguments, full_traceback=self.full_traceback)
+
+
+def run_on_target(
+    call: TargetCall, work: Callable[[Workload, ProgressDisplay], RenderedAnswer], *, command: str
+) -> Code:
+    """Load the target, let `work` answer, and deliver: how it ended."""
+    given = call.given()
+
+    def answer(progress: ProgressDisplay) -> RenderedAnswer:
+        progress.doing(f"loading {call.target}")
+        workload = given.load(advise=True)
+        with _explained(call, given, command):
+            return work(workload, progress)
+
+    call.delivery.check()
+    return run_answer(call.delivery, answer)
+
+
+@contextmanager
+def _explained(call: TargetCall, given: Given, command: str) -> Iterator[None]:
+    """Inside, an error ends the command with its exit code; one of batchfit's own comes out as it is."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        failed = failure_of(error)
+        if failed is not None:
+            if isinstance(error, errors.UntraceableError):
+                failed.every_rank = True
+                if given.full_traceback or error.raised:  # what may be an error of the user's is shown as one
+                    failed.details = failure.details(
+                        error.__cause__ or error, home=home_of(given.target), full=given.full_traceback
+                    )
+            raise failed from None
+        if isinstance(error, SystemExit) or failure.raised_by_step(error):
+            raise given.raised(error, advise=True) from None
+        # Every argument that is refused is named first: "budget must be positive, not 0".
+        if isinstance(error, ValueError | TypeError) and str(error).partition(" must ")[0] in call.flags:
+            raise wrong_flag(error, command) from None
+        raise
 
 
 def _advice(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""`profile_throughput`: throughput by batch size, where more stops paying, and what holds it back.
+"""`profile_throughput`: throughput by batch size, where more stops paying, and the bottleneck.
 
 Rules:
 - Arguments are checked before any device work.

@@ -1,4 +1,6 @@
-"""Any program, with no line changed: `find -- python train.py --batch-size {}`. Begin at `trials.py`.
+"""Any program, with no line changed: `find -- python train.py --batch-size {}`.
 
-The command runs in child processes; `probe/` is what is put into each Python of it, `guardian.py` ends them.
+Front doors: `find.py`, `profile.py`, `sweep.py`, `tracing/predict.py`, `tracing/explain.py` and
+`running/real_run.py`, each named after its verb. `trials.py` runs the command in child processes; `probe/` is
+what is put into each Python of it, and `guardian.py` ends them.
 """

@@ -3,7 +3,7 @@
 Rules:
 - After `end` there is no process of it, and none of its files.
 - What it prints is read all the time, and its last lines are kept; it has no terminal and no input.
-- It says itself where it is (`events`); a run that says nothing and prints nothing for too long hangs.
+- What its processes report comes out of `events`; how long it may say nothing, the caller knows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from typing import Any, final
 
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._program.pure.tail import Tail
+from batchfit._program.pure.variables import INJECT
+from batchfit._program.running.run_watch import processes_with
 from batchfit.errors import ProgramError
 
 Event = dict[str, Any]
 _END_S = 70.0  # the guardian gives up after 60 s on a process that is stuck in a device driver
 _LONGEST_SOCKET = 90  # bytes of a path, of the 104 that macOS allows
 _TICK_S = 0.2
-INJECT = str(Path(__file__).parent / "probe" / "inject")
 _PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(11, 16)))
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 _SHIM = """#!/bin/sh
@@ -100,7 +101,7 @@ class CommandRun:
         self._guardian: subprocess.Popen[bytes] | None = None
         self._orders = self._answers = -1
         try:
-            with Interrupts():  # a program that is half started would be nobody's
+            with Interrupts():  # in the middle of a start nothing would end the program
                 self._start(list(command), dict(environment))
         except BaseException:
             self.end()
@@ -140,16 +141,10 @@ class CommandRun:
             while whole:
                 whole = whole[os.write(self._orders, whole) :]
 
-    def events(self, timeout_s: float) -> Iterator[Event]:
-        """What the program's processes report, and `ended`; `silent` where it hangs, `tick` now and then."""
+    def events(self) -> Iterator[Event]:
+        """What the program's processes report, and `ended`; `tick` where nothing has come for a moment."""
         while True:
-            found = list(self._read())
-            yield from found
-            if not found:
-                if time.monotonic() - self.silent_since_s >= timeout_s:
-                    yield {"kind": "silent"}
-                    return
-                yield {"kind": "tick"}
+            yield from list(self._read()) or [{"kind": "tick"}]
 
     def drain(self, pause_s: float = 0.3) -> Iterator[Event]:
         """What is still on its way once the program has ended."""
@@ -247,7 +242,7 @@ class CommandRun:
         assert guardian.stdout is not None
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # Its pipes are read meanwhile: a program that prints must not hold its own end up.
+            # Its pipes are read meanwhile: a program whose output nobody reads does not end.
             while guardian.poll() is None and time.monotonic() < deadline:
                 for _ in self._read(0.02):
                     pass
@@ -261,12 +256,9 @@ class CommandRun:
 
     def _kill_leftovers(self) -> None:
         """Without the guardian: whoever has this run's folder in its environment is the program's."""
-        mark = f"BATCHFIT_PROBE_FOLDER={self._folder.path}".encode()
-        for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-            if name.isdigit():
-                with contextlib.suppress(OSError):
-                    if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                        os.kill(int(name), signal.SIGKILL)
+        for one in processes_with("BATCHFIT_PROBE_FOLDER", str(self._folder.path)):
+            with contextlib.suppress(OSError):
+                os.kill(one, signal.SIGKILL)
 
 
 def new_token() -> str:

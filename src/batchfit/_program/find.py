@@ -57,7 +57,7 @@ def program_trials(
         )
     changed_files(target.template, size)  # what is wrong with them is said before anything is run
     template = target.template
-    command = [*template.words, *template.env, *(f"{one.file}:{'.'.join(one.keys)}" for one in template.sets)]
+    command = [*template.words, *template.env, *(one.text for one in template.sets)]
     fresh = stored is not None and stored.fresh
     return OwnTrials(
         ProgramTrials(target, first, known=known), {"command": command}, digest=digest, fresh=fresh

@@ -11,18 +11,14 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import batchfit
 from batchfit._engine.device.device import read_ram, without_budget
-from batchfit._program.command_run import INJECT, CommandRun, ProbeFolder, new_token
+from batchfit._program.command_run import CommandRun, ProbeFolder, new_token
 from batchfit._program.config_copy import write_copies
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.variables import probe_variables
 from batchfit.errors import ProgramError
-
-_SOURCE = Path(batchfit.__file__).parent.parent
 
 
 def start_run(
@@ -46,8 +42,6 @@ def start_run(
         own = {"socket": str(folder.path / "s"), "token": token, "ram_bytes": ram_bytes()}
         environment = probe_variables(
             {**_compile_cache(), **os.environ, **(variables or {}), **template.variables(size)},
-            inject=INJECT,
-            source=str(_SOURCE),
             folder=str(folder.path),
             settings=json.dumps({**own, **settings}),
         )

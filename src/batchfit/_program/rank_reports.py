@@ -156,6 +156,10 @@ class Reports:
         for one in self.ranks.values():
             one.reached = None
 
+    def last_lines(self, printed: list[str]) -> list[str]:
+        """What the program printed last; of one that prints nothing, the traceback of its error."""
+        return printed or (list(self.failure.lines) if self.failure is not None else [])
+
     def step_s(self) -> float | None:
         """Seconds of one step, of the slowest rank."""
         return max((_median_s(one) for one in self.stepping), default=None)

@@ -21,6 +21,7 @@ from batchfit._program.config_copy import write_copies
 from batchfit._program.find import program_trials
 from batchfit._program.pure.swept_command import SweptCommand, measures_in
 from batchfit._program.pure.tail import Tail
+from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.running.place import RunPlace
 from batchfit._program.trials import ProgramTarget
 from batchfit._sweep.own_configuration import OwnConfiguration
@@ -51,20 +52,8 @@ class CommandConfiguration(OwnConfiguration):
 
     def find(self, settings: SweepSettings, run: ConfigurationRun, start: int | None) -> FitResult:
         """Search the size by runs of the command."""
-        fixed = None if settings.auto else settings.batch_size
         options = FindOptions(
-            budget=settings.budget,
-            min_size=fixed or settings.min_size,
-            max_size=settings.batch_size,
-            strategy=settings.strategy if fixed is None else "bisect",
-            start=start if fixed is None else None,
-            attempts=settings.attempts,
-            tolerance=settings.tolerance,
-            steps=settings.steps,
-            soak_steps=settings.soak_steps,
-            device=settings.device,
-            isolate=True,
-            on_trial=run.on_trial,
+            **settings.of_search(start), device=settings.device, isolate=True, on_trial=run.on_trial
         )
         target = ProgramTarget(
             template=self._command.template(self._knobs),
@@ -90,7 +79,7 @@ class CommandConfiguration(OwnConfiguration):
             command = template.command(size, out=str(out), files=write_copies(template, size, place.folder))
             environment = place.environment({**os.environ, **template.variables(size)}, notes_exit=True)
             place.begin()
-            code, lines = _output_of(command, environment, place, tail)
+            code, lines = _output_of(template, command, environment, place, tail)
             found = measures_in(lines)
             ending = place.ending(code)
         self._why = ending.too_large
@@ -114,11 +103,15 @@ class CommandConfiguration(OwnConfiguration):
 
 
 def _output_of(
-    command: list[str], environment: Mapping[str, str], place: RunPlace, tail: Tail
+    template: CommandTemplate,
+    command: list[str],
+    environment: Mapping[str, str],
+    place: RunPlace,
+    tail: Tail,
 ) -> tuple[int, list[str]]:
     """Run to the end: the code, and lines that may be measures."""
     lines: list[str] = []
-    with Interrupts() as interrupts:  # a program that is half started would be nobody's
+    with Interrupts() as interrupts:  # in the middle of a start nothing would end the program
         try:
             program = subprocess.Popen(
                 command,
@@ -129,9 +122,7 @@ def _output_of(
                 process_group=0,
             )
         except OSError as error:
-            raise ProgramError(
-                f"the command could not be started: {command[0]}: {error.strerror or error}"
-            ) from None
+            raise template.not_started(error.strerror or error) from None
         assert program.stdout is not None
         place.watch(program.pid)
         try:

@@ -14,7 +14,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from batchfit.results import Trial
 _SILENT_S = 600.0  # without a word after its first step: then it hangs
 _FIRST_STEP_S = 3600.0  # without a word before: models are loaded, and data is prepared
 _NO_STEP_S = 4 * 3600.0  # whatever it prints
-_FAREWELL_S = 10.0  # for the other ranks and the launcher, after one rank has failed
+_OTHERS_S = 10.0  # for what the other ranks and the launcher say, after one rank has failed
 _SOAK_SHARE_OF_START = 0.5
 _ASKS = "the program asks for input, and a probe has none"
 
@@ -203,7 +202,6 @@ class ProgramTrials:
         target = self.target
         settings = {
             "steps": request.steps,
-            "stops": True,
             "device": target.device or "",
             "budget_bytes": budget_bytes,
         }
@@ -219,7 +217,7 @@ class ProgramTrials:
     def _follow(self, follow: _Follow) -> None:
         """Listen until there is an answer, or the program has ended."""
         run, reports = follow.run, follow.reports
-        for event in run.events(math.inf):
+        for event in run.events():
             kind, now = event["kind"], time.monotonic()
             reports.take(event, now)
             if reports.other_nodes:
@@ -240,7 +238,7 @@ class ProgramTrials:
             if reports.failure is not None:
                 follow.failed_s = follow.failed_s or now
                 certain = reports.failure.weight == 3
-                if certain or now - follow.failed_s > _FAREWELL_S:
+                if certain or now - follow.failed_s > _OTHERS_S:
                     return
             if self._hangs(follow, now):
                 follow.silent = True
@@ -288,9 +286,7 @@ class ProgramTrials:
         made = partial(reports.trial, request.size, soak=request.soak, elapsed_s=elapsed_s)
         self._check_nodes(reports)
         if follow.not_started is not None:
-            _number, text = follow.not_started
-            what = self.target.template.words[0]
-            raise ProgramError(f"the command could not be started: {what}: {text}", lines=[])
+            raise self.target.template.not_started(follow.not_started[1])
         if follow.reached:
             return made(outcome="fits")
         failure = reports.failure
@@ -351,8 +347,7 @@ class ProgramTrials:
     def _error(self, text: str, follow: _Follow) -> ProgramError:
         smaller = sorted(size for size, ran in self._ran.items() if ran.trial.fits)
         ran = f" ({smaller[-1]} ran)" if smaller else ""
-        failure = follow.reports.failure
-        lines = follow.run.tail.lines() or (list(failure.lines) if failure is not None else [])
+        lines = follow.reports.last_lines(follow.run.tail.lines())
         return ProgramError(f"{text}, at batch size {follow.request.size}{ran}", lines=lines)
 
     def _check_nodes(self, reports: Reports) -> None:

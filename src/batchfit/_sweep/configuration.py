@@ -236,18 +236,5 @@ def _found(work: Workload, settings: SweepSettings, run: ConfigurationRun, start
         run.stepping(batch_size)
         return work.step(batch_size)
 
-    fixed = None if settings.auto else settings.batch_size
-    return find_batch_size(
-        work._watched(watched),
-        budget=settings.budget,
-        min_size=fixed or settings.min_size,
-        max_size=settings.batch_size,
-        strategy=settings.strategy if fixed is None else "bisect",
-        start=start if fixed is None else None,
-        attempts=settings.attempts,
-        tolerance=settings.tolerance,
-        steps=settings.steps,
-        soak_steps=settings.soak_steps,
-        device=run.device,
-        on_trial=run.on_trial,
-    )
+    options = {**settings.of_search(start), "device": run.device, "on_trial": run.on_trial}
+    return find_batch_size(work._watched(watched), **options)

@@ -41,6 +41,21 @@ class SweepSettings:
     estimate: EstimateFunction | None = None
     measure: Measure | str | None = None
 
+    def of_search(self, start: int | None) -> dict[str, Any]:
+        """The options of a search, but for its device; a fixed size is searched for alone."""
+        fixed = None if self.auto else self.batch_size
+        return {
+            "budget": self.budget,
+            "min_size": fixed or self.min_size,
+            "max_size": self.batch_size,
+            "strategy": self.strategy if fixed is None else "bisect",
+            "start": start if fixed is None else None,
+            "attempts": self.attempts,
+            "tolerance": self.tolerance,
+            "steps": self.steps,
+            "soak_steps": self.soak_steps,
+        }
+
 
 class ListenerRaised(BaseException):
     """Out of the configuration, past whatever takes errors of the user's code for its own."""

@@ -109,7 +109,7 @@ class FitResult(Result):
     On several ranks it is the per-device batch size: times the ranks it is the global one.
 
     Attributes:
-        kind: "fit": what tells this result from others in a file.
+        kind: "fit": the kind of result, where a file is read.
         schema_version: version of the JSON schema.
         batch_size: the largest size that ran, per process.
         trials: all trials, in the order in which they ran.

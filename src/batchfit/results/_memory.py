@@ -58,7 +58,7 @@ class Prediction(Result):
     """What `predict_batch_size` answers: the largest batch size, and memory at any size. Nothing was run.
 
     Attributes:
-        kind: "prediction": what tells this result from others in a file.
+        kind: "prediction": the kind of result, where a file is read.
         schema_version: version of the JSON schema.
         batch_size: the largest size per process under the first budget; 0 where not even one sample fits.
         budget_bytes: the first budget.
@@ -252,7 +252,7 @@ class MemoryExplanation(Result):
     """What `explain_memory` answers: the memory breakdown at the peak of a step, and what would change it.
 
     Attributes:
-        kind: "memory": what tells this result from others in a file.
+        kind: "memory": the kind of result, where a file is read.
         schema_version: version of the JSON schema.
         batch_size: the size per process that is explained.
         budget_bytes: bytes that the program may use; None where none is known.

@@ -30,7 +30,7 @@ class ProgramRun(Result):
     """What `batchfit run --output` writes: the program, its last size, every start, and the search before.
 
     Attributes:
-        kind: "run": what tells this result from others in a file.
+        kind: "run": the kind of result, where a file is read.
         schema_version: version of the JSON schema.
         command: the words of the command, with `{}` in the place of the size.
         batch_size: the size of the last start.

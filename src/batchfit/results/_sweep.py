@@ -146,7 +146,7 @@ class SweepResult(Result):
     """What `sweep` answers, and what its file holds after each configuration.
 
     Attributes:
-        kind: "sweep": what tells this result from others in a file.
+        kind: "sweep": the kind of result, where a file is read.
         schema_version: version of the JSON schema.
         planned: configurations that are to be run; a sweep that was stopped has fewer records.
         records: all there is to know of each configuration, in order.

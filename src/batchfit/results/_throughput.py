@@ -1,4 +1,4 @@
-"""What a profile answers: throughput by size, the size to use, what holds it back.
+"""What a profile answers: throughput by size, the size to use, the bottleneck.
 
 Rules: every figure has its interval or says that it is not steady; a bottleneck has its evidence in it.
 """
@@ -114,7 +114,7 @@ class ThroughputProfile(Result):
     """What `profile_throughput` answers: throughput by batch size, the size to use, and the bottleneck.
 
     Attributes:
-        kind: "throughput": what tells this result from others in a file.
+        kind: "throughput": the kind of result, where a file is read.
         schema_version: version of the JSON schema.
         points: what was measured, by size.
         recommended: the smallest measured size per process within `within` of the best throughput.

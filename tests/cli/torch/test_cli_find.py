@@ -23,8 +23,9 @@ from typer.testing import Result
 
 import batchfit
 from batchfit._cli.commands.find import find_target, options_of
+from batchfit._cli.delivery import Delivery
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery, TargetCall
+from batchfit._cli.target import TargetCall
 from batchfit._engine.workload.target import load_target, make_workload, parse_target
 from batchfit._find.pure.options import FindOptions
 from batchfit._options import flags_in

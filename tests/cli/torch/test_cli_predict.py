@@ -23,9 +23,9 @@ from batchfit._cli import png
 from batchfit._cli.commands import explain, predict
 from batchfit._cli.commands.explain import explain_target
 from batchfit._cli.commands.predict import Row, predict_target
+from batchfit._cli.delivery import Delivery
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.target import NO_GPU, TOO_LARGE
-from batchfit._cli.traced import Delivery, TargetCall
+from batchfit._cli.target import NO_GPU, TOO_LARGE, TargetCall
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._options import flags_in

@@ -15,8 +15,9 @@ import pytest
 import batchfit
 from batchfit._cli.commands import profile as command
 from batchfit._cli.commands.profile import point_line, profile_target
+from batchfit._cli.delivery import Delivery
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery, TargetCall
+from batchfit._cli.target import TargetCall
 from batchfit._options import flags_in
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit.results import ThroughputPoint, ThroughputProfile

@@ -16,7 +16,7 @@ import batchfit
 from batchfit import FitResult
 from batchfit._cli.commands.find import find_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import TargetCall
+from batchfit._cli.target import TargetCall
 from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.trial.in_process import InProcess
 from batchfit._find import find as _find

@@ -12,8 +12,8 @@ from cli_runner import runner
 
 from batchfit._cli.app import app
 from batchfit._profile.pure.options import ProfileOptions
+from batchfit._program.profile import profile_program
 from batchfit._program.pure.template import CommandTemplate
-from batchfit._program.throughput import profile_program
 from batchfit._program.trials import ProgramTarget
 from batchfit.errors import NothingFitsError, ProgramError
 from batchfit.results import ThroughputPoint, ThroughputProfile

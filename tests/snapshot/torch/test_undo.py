@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import batchfit
 from batchfit._engine.snapshot.contents import items_of, put_items
-from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.snapshot.rng import UndoStack
 from batchfit.errors import SnapshotError, UntraceableError
 
 

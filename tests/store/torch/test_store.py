@@ -25,8 +25,9 @@ import batchfit
 from batchfit import FitResult
 from batchfit._cli.commands.find import find_target
 from batchfit._cli.commands.find_answer import facts, format_age
+from batchfit._cli.delivery import Delivery
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery, TargetCall
+from batchfit._cli.target import TargetCall
 from batchfit._engine.device.device import CpuDevice
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.key import rank_digest

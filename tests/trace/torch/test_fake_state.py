@@ -504,7 +504,7 @@ def test_a_model_that_talks_to_other_ranks_is_refused() -> None:
 
     model = Wrapped(nn.Linear(4, 4))
     work = batchfit.training(model, None, lambda m, b: m.module(b).sum(), lambda n: torch.randn(n, 4))
-    with pytest.raises(UntraceableError, match="is Wrapped, which talks to other ranks"):
+    with pytest.raises(UntraceableError, match="is Wrapped, which issues collectives"):
         trace(work, 2, rules=rules_for(work))
 
 

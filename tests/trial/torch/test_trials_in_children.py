@@ -19,8 +19,9 @@ import pytest
 
 import batchfit
 from batchfit._cli.commands.find import find_target
+from batchfit._cli.delivery import Delivery
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery, TargetCall
+from batchfit._cli.target import TargetCall
 from batchfit._engine.trial import child_process
 from batchfit._engine.trial.factory import Factory
 from batchfit._engine.trial.in_children import InChildren, _ending

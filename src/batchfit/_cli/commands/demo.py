@@ -21,10 +21,10 @@ from batchfit._cli.commands.find import SearchJob, run_job
 from batchfit._cli.commands.predict import predict_here, predicted, prediction_lines
 from batchfit._cli.commands.profile import point_line
 from batchfit._cli.commands.report import check_output
+from batchfit._cli.delivery import show
 from batchfit._cli.exits import Code, CommandFailed, load_torch
 from batchfit._cli.output import check_writable
 from batchfit._cli.progress import progress_here, speaks
-from batchfit._cli.traced import show
 from batchfit._files import write_atomically
 from batchfit._find.pure.options import FindOptions
 from batchfit._predict.pure.options import PredictOptions

@@ -1,4 +1,4 @@
-"""`batchfit explain`: what holds the memory of a step, and what would change it.
+"""`batchfit explain`: the memory breakdown of a step, and what would change it.
 
 Rules: one screen (`batchfit._charts.memory_page`), the same as `print(batchfit.explain_memory(...))` gives,
 wider and in colour on a terminal; flags are keywords of `explain_memory`.
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import memory_lines
-from batchfit._cli.exits import Code
+from batchfit._cli.delivery import RenderedAnswer
+from batchfit._cli.exits import Code, checked_options
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import RenderedAnswer, TargetCall, checked_options, run_traced
+from batchfit._cli.target import TargetCall, run_on_target
 from batchfit._explain.pure.options import ExplainOptions
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def explain_target(call: TargetCall) -> Code:
     """Load a target and explain its memory at one size; the flags are options of `explain_memory`."""
-    options = checked_options(ExplainOptions, call, "explain")
+    options = checked_options(ExplainOptions, call.flags, "explain")
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         from batchfit._explain.explain import explain_with
@@ -30,7 +31,7 @@ def explain_target(call: TargetCall) -> Code:
         progress.doing(f"tracing {call.target} at batch size {options.batch_size}, and what would change it")
         return rendered(explain_with(workload, options), call.target)
 
-    return run_traced(call, work, command="explain")
+    return run_on_target(call, work, command="explain")
 
 
 def rendered(explanation: MemoryExplanation, text: str) -> RenderedAnswer:

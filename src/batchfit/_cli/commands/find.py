@@ -21,10 +21,12 @@ from batchfit._cli.commands.find_answer import count_of, memory_label, show_answ
 from batchfit._cli.exits import (
     Code,
     CommandFailed,
+    failure_of,
     interrupt_code,
     load_torch,
     sigterm_interrupts,
     uninterrupted,
+    wrong_flag,
 )
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import (
@@ -36,7 +38,7 @@ from batchfit._cli.progress import (
     speaks,
 )
 from batchfit._cli.search_watch import SearchWatch
-from batchfit._cli.traced import TargetCall, wrong_flag
+from batchfit._cli.target import TargetCall
 from batchfit._engine.workload import user_errors as failure
 from batchfit._files import write_atomically
 from batchfit._find.pure.options import FindOptions
@@ -239,18 +241,11 @@ def show_device(
 
 def _failed(error: BaseException, job: SearchJob, watch: SearchWatch) -> CommandFailed | None:
     """How a search that raised ends; None for an error of batchfit's own."""
-    if isinstance(error, errors.TargetError | errors.SettingsDifferError | errors.ResultFileError):
-        return CommandFailed(Code.USAGE, str(error))
-    if isinstance(error, errors.ProgramError):
-        return CommandFailed(Code.RAISED, str(error), details="\n".join(error.lines))
     if isinstance(error, errors.ChildRaisedError):
         return job.explain(error)
-    if isinstance(error, errors.NothingFitsError):
-        return CommandFailed(Code.NOTHING_FITS, str(error))
-    if isinstance(error, errors.SearchStoppedError):
-        return CommandFailed(Code.STOPPED, str(error))
-    if isinstance(error, errors.BatchfitError):
-        return CommandFailed(Code.RAISED, str(error), every_rank=True)
+    known = failure_of(error)
+    if known is not None:
+        return known
     if isinstance(error, SystemExit) or failure.raised_by_step(error):
         return job.explain(error)
     resume = job.options.resume

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from batchfit._charts.memory_page import fact, operation_name
 from batchfit._charts.text import Level, Line, curves
 from batchfit._cli.commands.find_answer import dataset_note, how_to_use
-from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.delivery import RenderedAnswer
+from batchfit._cli.exits import Code, CommandFailed, wrong_flag
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import RenderedAnswer, TargetCall, run_traced, wrong_flag
+from batchfit._cli.target import TargetCall, run_on_target
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._units import format_bytes
@@ -69,7 +70,7 @@ def predict_target(call: TargetCall) -> Code:
         found = predicted(partial(predict_here, workload), wanted, progress, text)
         return rendered(found, text, next_command(found, f"batchfit explain {text}"))
 
-    return run_traced(call, work, command="predict")
+    return run_on_target(call, work, command="predict")
 
 
 def rendered(found: Predicted, text: str, next_command: str) -> RenderedAnswer:

@@ -1,4 +1,4 @@
-"""`batchfit profile`: throughput by batch size, the size to use, and what holds it back.
+"""`batchfit profile`: throughput by batch size, the size to use, and the bottleneck.
 
 Rules: flags are keywords of `profile_throughput`; each size is a line on stderr as it is measured; the answer
 is one screen, the same as `print(profile)` gives, with a picture; after Ctrl-C it is that of what was timed.
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
-from batchfit._cli.exits import Code, interrupt_code
+from batchfit._cli.delivery import RenderedAnswer
+from batchfit._cli.exits import Code, checked_options, interrupt_code, wrong_flag
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import RenderedAnswer, TargetCall, checked_options, run_traced, wrong_flag
+from batchfit._cli.target import TargetCall, run_on_target
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._units import format_bytes
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def profile_target(call: TargetCall) -> Code:
     """Load a target and profile it; the flags are options of `profile_throughput`."""
-    options = checked_options(ProfileOptions, call, "profile")
+    options = checked_options(ProfileOptions, call.flags, "profile")
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         from batchfit._engine.device.resolve import device_to_run
@@ -47,7 +48,7 @@ def profile_target(call: TargetCall) -> Code:
             profile, code = timed, interrupt_code(stop)
         return rendered(profile, code, title=call.target)
 
-    return run_traced(call, work, command="profile")
+    return run_on_target(call, work, command="profile")
 
 
 def rendered(profile: ThroughputProfile, code: Code, *, title: str) -> RenderedAnswer:

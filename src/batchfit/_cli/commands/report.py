@@ -13,9 +13,9 @@ from pathlib import Path
 
 from batchfit._charts.memory_page import fact
 from batchfit._charts.text import Line
+from batchfit._cli.delivery import show
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.output import check_writable
-from batchfit._cli.traced import show
 from batchfit._files import write_atomically
 from batchfit.errors import ResultFileError
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from batchfit._charts.text import Line, bar
 from batchfit._cli.commands.schedule_flags import ShowSettings
 from batchfit._cli.commands.schedule_limit import ScheduleLimit
-from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery, RenderedAnswer, deliver, wrong_flag
+from batchfit._cli.delivery import Delivery, RenderedAnswer, deliver
+from batchfit._cli.exits import Code, CommandFailed, wrong_flag
 from batchfit._engine.sizing.pure.sizes import balanced
 from batchfit._schedule.pure.bound import BoundPlan
 from batchfit._schedule.pure.lr_rules import LRRule

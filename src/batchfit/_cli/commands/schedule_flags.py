@@ -131,7 +131,7 @@ def show(
     plot: Annotated[Path | None, plot_flag("sizes and learning rate")] = None,
 ) -> None:
     from batchfit._cli.commands.schedule import show_schedule
-    from batchfit._cli.traced import Delivery
+    from batchfit._cli.delivery import Delivery
 
     delivery = Delivery(as_json=json, output=output, plot=plot)
     end(lambda: show_schedule(config, ShowSettings(**flags), delivery=delivery))

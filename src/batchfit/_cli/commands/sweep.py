@@ -25,11 +25,11 @@ from batchfit._cli.exits import (
     load_torch,
     sigterm_interrupts,
     uninterrupted,
+    wrong_flag,
 )
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.programs.sweep import asked_of_command
 from batchfit._cli.progress import own_warnings_as_notes, progress_here, speaks
-from batchfit._cli.traced import wrong_flag
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import home_of, parse_target
 from batchfit._sweep.pure.grid import Entry

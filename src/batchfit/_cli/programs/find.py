@@ -6,19 +6,20 @@ processes of their own, so `--isolate` changes nothing, and options that need th
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from batchfit._cli.commands.find import SearchJob, options_of, run_job, show_device
-from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.delivery import Delivery
+from batchfit._cli.exits import Code, CommandFailed, failure_of, wrong_flag
 from batchfit._cli.output import check_writable
-from batchfit._cli.traced import Delivery, wrong_flag
 from batchfit._program.pure.stored_name import StoredName
 from batchfit._program.pure.template import CommandTemplate, FileSetting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from batchfit._cli.progress import ProgressDisplay
     from batchfit._cli.search_watch import SearchWatch
@@ -89,6 +90,20 @@ def program_options(flags: Mapping[str, Any], command: str) -> tuple[FindOptions
     options = options_of({**flags, "isolate": True, "store": False, "key": None, "fresh": False})
     key, fresh = flags.get("key"), flags.get("fresh", False)
     return options, None if key is None and not flags.get("store") else StoredName(key=key, fresh=fresh)
+
+
+@contextmanager
+def known_failures(command: str, flags: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, an error of batchfit's and a refused argument end the command with their exit codes."""
+    try:
+        yield
+    except Exception as error:
+        failed = failure_of(error)
+        if failed is not None:
+            raise failed from None
+        if isinstance(error, ValueError) and str(error).partition(" must ")[0] in (*flags, "set"):
+            raise wrong_flag(error, command) from None
+        raise
 
 
 def _no_workload() -> NoReturn:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from batchfit._cli.commands.find import search_job
 from batchfit._cli.commands.find_answer import count_of, headline
-from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.exits import Code, CommandFailed, wrong_flag
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.programs.find import ProgramCall, program_job, program_options
-from batchfit._cli.traced import wrong_flag
 from batchfit._files import write_atomically
 from batchfit._options import flags_in
 from batchfit._program.pure.run_options import RunOptions
@@ -127,7 +126,7 @@ def _show(call: ProgramCall, template: CommandTemplate, size: int, options: RunO
     """The command, and nothing else, on stdout."""
     out = "{out}" if options.out is None else str(options.out)
     if call.delivery.as_json:
-        sets = {f"{one.file}:{'.'.join(one.keys)}": size for one in template.sets}
+        sets = {one.text: size for one in template.sets}
         shown = {
             "kind": "run_plan",
             "schema_version": 1,
@@ -140,7 +139,7 @@ def _show(call: ProgramCall, template: CommandTemplate, size: int, options: RunO
     else:
         words = [f"{name}={value}" for name, value in template.variables(size).items()]
         text = " ".join([*words, shlex.join(template.command(size, out=out))])
-        text += "".join(f"  # {'.'.join(one.keys)}: {size} in {one.file}" for one in template.sets)
+        text += "".join(f"  # {one.key}: {size} in {one.file}" for one in template.sets)
     sys.stdout.write(f"{text}\n")
     return Code.FOUND
 

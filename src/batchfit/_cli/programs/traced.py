@@ -6,16 +6,13 @@ anything is started. Nothing is calibrated: no GPU is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from batchfit import errors
 from batchfit._cli.commands import explain as explain_command
 from batchfit._cli.commands import predict as predict_command
-from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.programs.find import ProgramCall
-from batchfit._cli.traced import RenderedAnswer, run_answer, wrong_flag
+from batchfit._cli.delivery import RenderedAnswer, run_answer
+from batchfit._cli.exits import Code, checked_options, wrong_flag
+from batchfit._cli.programs.find import ProgramCall, known_failures
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu
 from batchfit._explain.pure.options import ExplainOptions
 
@@ -52,7 +49,7 @@ def predict_program(call: ProgramCall) -> Code:
             known[:] = [traces]
             return predict_program(traces, options)
 
-        with _ended():
+        with known_failures("predict", call.flags):
             found = predict_command.predicted(predict, wanted, progress, text)
         explain = predict_command.next_command(found, "batchfit explain", f" -- {text}")
         return predict_command.rendered(found, text, explain)
@@ -63,16 +60,13 @@ def predict_program(call: ProgramCall) -> Code:
 def explain_program(call: ProgramCall) -> Code:
     """Explain the memory of a program at one size."""
     template = call.template("explain")
-    try:
-        options = ExplainOptions(**call.flags)
-    except (ValueError, TypeError) as error:
-        raise wrong_flag(error, "explain") from None
+    options = checked_options(ExplainOptions, call.flags, "explain")
     call.delivery.check()
 
     def answer(progress: ProgressDisplay) -> RenderedAnswer:
         from batchfit._program.tracing.explain import explain_program
 
-        with _ended():
+        with known_failures("explain", call.flags):
             traces = _traces(template, options.target or DEFAULT, progress)
             return explain_command.rendered(explain_program(traces, options), template.shown_template())
 
@@ -85,16 +79,3 @@ def _traces(template: CommandTemplate, gpu: Gpu, progress: ProgressDisplay) -> P
     return ProgramTraces(
         template, gpu, on_run=lambda doing, size: progress.doing(f"{doing} the program at batch size {size}")
     )
-
-
-@contextmanager
-def _ended() -> Iterator[None]:
-    """Inside, an error ends the command with its exit code."""
-    try:
-        yield
-    except errors.ProgramError as error:
-        raise CommandFailed(Code.RAISED, str(error), details="\n".join(error.lines)) from None
-    except errors.UntraceableError as error:
-        raise CommandFailed(Code.UNTRACEABLE, str(error)) from None
-    except errors.NothingFitsError as error:
-        raise CommandFailed(Code.NOTHING_FITS, str(error)) from None

@@ -10,6 +10,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class CudaRules:
         with (
             kernels_replaced(self._ways() | losses, self.autograd_key),
             cuda_autocast(self.device) if self.host_means_device else contextlib.nullcontext(),
-            quantised_kernels.way_of_cuda(),
+            quantised_kernels.way_of_cuda() if "bitsandbytes" in sys.modules else contextlib.nullcontext(),
         ):
             yield
 

@@ -396,7 +396,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def is_parallel(module: Any) -> bool:
-    """Whether a step through the module talks to other ranks, and keeps a record of that outside Python."""
+    """Whether a step through the module issues collectives, and keeps a record of that outside Python."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
     return isinstance(module, (DistributedDataParallel, *(kind for kind in kinds if kind is not None)))

@@ -1,7 +1,9 @@
-"""Random number states: the global ones, and generators that are part of a state or held by a function.
+"""Random number states as functions that restore them, and the stack of all that has to be undone.
 
-Rules: reading or writing a state never initialises a device and never imports a library that the program
-did not import itself. States are kept as plain data or host bytes, never as tensors.
+Rules:
+- Reading or writing a state never initialises a device and never imports a library that the program did not
+  import itself. States are kept as plain data or host bytes, never as tensors.
+- A stack is undone in reverse order, all of it, whatever raises; then one error names what could not be.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from batchfit._engine.device.tensors import closure_of
 from batchfit._engine.torch_private.dispatch import unseen
 from batchfit._engine.torch_private.modules import mps_generator
+from batchfit.errors import SnapshotError
 
 Undo = Callable[[], object]
 
@@ -168,3 +171,39 @@ def _undo_numpy(bit_generator: Any) -> Undo:
 def _mps_available() -> bool:
     backend = getattr(torch.backends, "mps", None)
     return backend is not None and bool(backend.is_available())
+
+
+@final
+class UndoStack:
+    """Functions that undo something, each with the name of what it undoes."""
+
+    def __init__(self) -> None:
+        self._undos: list[tuple[str, Undo]] = []
+
+    def push(self, name: str, undo: Undo) -> None:
+        """`undo` is called by `run`, before all that were pushed earlier."""
+        self._undos.append((name, undo))
+
+    def run(self) -> None:
+        """Undo everything; a `SnapshotError` at the end names what raised."""
+        failed: list[tuple[str, Exception]] = []
+        while self._undos:
+            name, undo = self._undos.pop()
+            try:
+                undo()
+            except Exception as error:  # noqa: BLE001  all others must have their turn; raised below
+                failed.append((name, error))
+        if failed:
+            first = failed[0][1]
+            raise not_restored([(name, f"{type(one).__name__}: {one}") for name, one in failed]) from first
+
+
+def not_restored(failed: list[tuple[str, Any]]) -> SnapshotError:
+    """The one error for all parts that could not be restored, each with its reason."""
+    named = [f"{path} ({why})" for path, why in failed]
+    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    count = "1 part" if len(named) == 1 else f"{len(named)} parts"
+    return SnapshotError(
+        f"{count} of the state could not be restored: {'; '.join(named[:5])}{more}. "
+        "Do not train on: load a checkpoint, or start again."
+    )

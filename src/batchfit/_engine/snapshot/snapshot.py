@@ -76,7 +76,7 @@ from batchfit._engine.snapshot.nodes import (
     any_tensors,
     grad_of,
 )
-from batchfit._engine.snapshot.undo import not_restored
+from batchfit._engine.snapshot.rng import not_restored
 
 _N = TypeVar("_N", bound=Node)
 

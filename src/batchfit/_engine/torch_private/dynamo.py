@@ -71,7 +71,7 @@ SKIPS = _has_strategies or hasattr(_frames, "skip_code")
 def skip(functions: Iterable[Any]) -> None:
     """Keep dynamo from compiling these frames where the user's are under torch.compile.
 
-    Where it cannot be told (not `SKIPS`), a dispatch mode must let torch wrap it.
+    Where there is no way to ask for that (not `SKIPS`), a dispatch mode must let torch wrap it.
     """
     for code in filter(None, (getattr(function, "__code__", None) for function in functions)):
         if _has_strategies:

@@ -33,8 +33,7 @@ from batchfit._engine.snapshot.contents import (
 )
 from batchfit._engine.snapshot.iterators import twin_of as iterator_twin_of
 from batchfit._engine.snapshot.iterators import warn_of
-from batchfit._engine.snapshot.rng import undo_generator
-from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.snapshot.rng import UndoStack, undo_generator
 from batchfit._engine.torch_private.autograd import gradient_hooks
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
 from batchfit._engine.torch_private.optimizers import chooses_foreach, forget_steps_of
@@ -246,7 +245,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             if is_parallel(one):
                 what = f"{path or 'the model'} is {type(one).__name__}"
                 raise UntraceableError(
-                    "", "", f"{what}, which talks to other ranks: predict with what it wraps"
+                    "", "", f"{what}, which issues collectives: predict with what it wraps"
                 )
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)

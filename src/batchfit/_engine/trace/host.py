@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from batchfit._engine.cuda_model.dispatch import CudaRules
-from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.snapshot.rng import UndoStack
 from batchfit._engine.torch_private.fake import FakeTensor, unset_fake_temporarily
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.blocks import Blocks, Whereabouts

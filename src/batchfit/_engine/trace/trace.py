@@ -33,8 +33,7 @@ from batchfit._engine.batch import sources
 from batchfit._engine.cuda_model.autocast_check import autocast_caveat
 from batchfit._engine.cuda_model.dispatch import CudaRules, replaced
 from batchfit._engine.device.interrupts import TraceInterrupts
-from batchfit._engine.snapshot.rng import global_states
-from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.snapshot.rng import UndoStack, global_states
 from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.torch_private.modules import flex_attention_check

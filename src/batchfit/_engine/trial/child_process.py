@@ -97,7 +97,7 @@ class Child:
         self._guard: subprocess.Popen[bytes] | None = None
         self._requests = self._answers = -1
         try:
-            with Interrupts():  # a child that is half started would be nobody's
+            with Interrupts():  # in the middle of a start nothing would end the child
                 self._start(module, environment or {}, spare)
         except BaseException:
             if hasattr(self, "_process"):

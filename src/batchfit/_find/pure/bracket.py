@@ -33,7 +33,7 @@ class Observation:
     The byte fields are peaks over the trial (of a failed one: up to the failure), None without a reading:
     live tensors, what a caching allocator reserved, the inactive split blocks that it cannot
     hand back; `largest_bytes` is the largest block, `held_bytes` what stays between steps, a floor under
-    every peak. `retries` counts the allocations that succeeded only after cached memory was handed back.
+    every peak. `retries` counts the allocations that succeeded only after cached memory was released.
     """
 
     size: int
@@ -57,7 +57,7 @@ class Observation:
         return cache_is_releasable(live, largest_bytes=self.largest_bytes, retries=self.retries)
 
     @property
-    def handed_back(self) -> bool:
+    def cache_released(self) -> bool:
         """It had to retry, and more was cached than the inactive split blocks that cannot be released."""
         if not self.retries or self.split_bytes is None or not self.allocated_bytes:
             return False

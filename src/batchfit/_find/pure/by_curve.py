@@ -190,8 +190,8 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     # The largest size says most about the blocks; where none has shown them, any size that had to retry.
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
     releases = max(shown, key=lambda one: one.size).cache_is_releasable(aside_bytes=aside)
-    # A large block among small ones (a kernel's workspace) does not keep those from being handed back.
-    if any(one.handed_back for one in ran):
+    # A large block among small ones (a kernel's workspace) does not keep those from being released.
+    if any(one.cache_released for one in ran):
         releases = True
     readings = [
         reading

@@ -104,7 +104,7 @@ def cache_is_releasable(
     """Whether what lies idle in the allocator can be used, from the peaks of a trial that ran; None: unknown.
 
     It can where the largest block is small. Without that reading a trial that had to retry an allocation, and
-    went on, has shown that something was handed back.
+    went on, has shown that something was released.
     """
     if allocated_bytes and largest_bytes:
         return largest_bytes <= _SMALL_BLOCK_SHARE * allocated_bytes

@@ -1,7 +1,7 @@
 """The probe's end of the socket to the parent: lines of JSON, and waiting for an answer.
 
 Rules: whoever is forked off has none of it, and connects again if it takes steps itself. A parent that has
-gone ends the process: nobody wants its steps any more.
+gone ends the process, whose steps would count for nothing.
 """
 
 from __future__ import annotations

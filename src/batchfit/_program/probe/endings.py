@@ -1,4 +1,4 @@
-"""How the process ends, reported: an error that nobody caught, one that was caught and became an exit code.
+"""How the process ends, reported: an uncaught error, and one that was caught and became an exit code.
 
 Rules: every error is reported once, as text. Programs put hooks of their own in the place of
 `sys.excepthook`, or print the traceback and call `sys.exit(1)` (Hydra, `torch.multiprocessing.spawn`): both

@@ -12,12 +12,13 @@ Rules:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.virtual_memory.memory import VirtualMemory, is_innermost, virtual_memory
 
 OnOom = Callable[[str], None]
@@ -246,22 +247,10 @@ class SwallowedOoms:
         return self._observes
 
 
-def gpus_of(module: nn.Module, values: object) -> set[int]:
+def gpus_of(module: nn.Module, values: Iterable[object]) -> set[int]:
     """The CUDA devices of a module's parameters and of the tensors that it is called with."""
     devices = {one.device for one in (*module.parameters(), *tensors_in(values))}
     return {device.index or 0 for device in devices if device.type == "cuda"}
-
-
-def tensors_in(value: object, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in there, the first ones first."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one, depth - 1)
 
 
 def _stats(index: int) -> dict[str, Any]:

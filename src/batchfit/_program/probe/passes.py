@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from batchfit._program.probe.memory import tensors_in
+from batchfit._engine.device.tensors import tensors_in
 
 _WEIGHTS = 10_000  # numbers in a buffer, of quantized modules that have no parameters
 

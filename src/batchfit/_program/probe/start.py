@@ -45,7 +45,7 @@ class Probe:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._channel = ProbeChannel(settings["socket"], settings["token"])
         self._target: int = settings["steps"]
-        self._stops: bool = settings["stops"]
+        self._stops: bool = settings.get("stops", True)  # off where its cost is measured
         self._cpu_bytes: int = settings["budget_bytes"] or settings["ram_bytes"]
         self._counts: dict[int, int] = {}  # steps by optimizer, the first to step first
         self._steps = 0

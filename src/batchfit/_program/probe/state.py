@@ -1,7 +1,7 @@
 """What a running program keeps: its models and optimizers, and where else their parameters are held.
 
-Rules: nobody hands these over, so Python's garbage collector is asked for them, once. Only what has a
-parameter among its own items is looked into: lists of parameters to clip, tables by parameter, closures.
+Rules: a program does not declare these, so Python's garbage collector is asked for them, once. Only what has
+a parameter among its own items is looked into: lists of parameters to clip, tables by parameter, closures.
 """
 
 from __future__ import annotations

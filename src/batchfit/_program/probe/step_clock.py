@@ -1,6 +1,6 @@
 """How long the steps take: by the host's clock, and on a GPU by events that are read once, at the end.
 
-Rules: no step waits for the device on our account. The host's seconds are those that it took to launch a
+Rules: the clock adds no CUDA synchronization to a step. The host's seconds are those that it took to launch a
 step; what the GPU took is known when somebody waits anyway.
 """
 
@@ -40,7 +40,7 @@ class StepClock:
         return self._mark.host_s - before.host_s
 
     def seconds(self) -> list[float]:
-        """The seconds of the steps that are kept; waits for the GPU."""
+        """The seconds of the steps that are kept; forces a CUDA synchronization."""
         if self.on_gpu:
             torch.cuda.synchronize()
         return [_between(before, after) for before, after in self._steps]

@@ -118,8 +118,8 @@ class ProgramTrace:
             self._open,
             faked,
             self._rules,
-            outside=_nobody.__code__,
-            check=_nobody,
+            outside=_no_check.__code__,
+            check=_no_check,
             limit_s=self._limit_s,
             recorded=self._recorded,
         )
@@ -154,5 +154,5 @@ class ProgramTrace:
         return explained(error, self._recorder.operation, self._rules.device)
 
 
-def _nobody() -> None:
-    """No code calls the step of a program, and nobody wants its trace to end."""
+def _no_check() -> None:
+    """In the place of a check, and of the code that calls a step: no code of ours calls a program's."""

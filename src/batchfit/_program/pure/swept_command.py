@@ -70,7 +70,7 @@ class SweptCommand:
         return {
             "command": shlex.join(self.words),
             "env": list(self.env),
-            "set": [f"{one.file}:{'.'.join(one.keys)}" for one in self.sets],
+            "set": [one.text for one in self.sets],
             "measure": shlex.join(self.measure) if self.measure else None,
         }
 

@@ -11,9 +11,12 @@ Rules:
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
+
+from batchfit.errors import ProgramError
 
 SIZE, PLAIN, OUT = "{batch_size}", "{}", "{out}"
 _NODES = re.compile(r"^--?(?:nnodes|num_machines|num[-_]nodes)$")
@@ -37,6 +40,16 @@ class FileSetting:
         if not file.endswith((".yaml", ".yml", ".json", ".toml")):
             raise ValueError(f"set must name a .yaml, .json or .toml file, not {text!r}")
         return cls(file, tuple(keys.split(".")))
+
+    @property
+    def key(self) -> str:
+        """`train.batch_size`."""
+        return ".".join(self.keys)
+
+    @property
+    def text(self) -> str:
+        """As it is typed."""
+        return f"{self.file}:{self.key}"
 
 
 @final
@@ -95,8 +108,12 @@ class CommandTemplate:
         """The command as one would type it, with its settings before it or behind it."""
         before = [f"{name}={size}" for name in self.env]
         text = " ".join([*before, *(_quoted(word) for word in self.command(size))])
-        places = [f"{'.'.join(one.keys)}: {size} in {one.file}" for one in self.sets]
+        places = [f"{one.key}: {size} in {one.file}" for one in self.sets]
         return "  ".join([text, *(f"({place})" for place in places)])
+
+    def not_started(self, why: object) -> ProgramError:
+        """The error of a command that the system has refused."""
+        return ProgramError(f"the command could not be started: {self.words[0]}: {why}")
 
     def shown_template(self) -> str:
         """The command as it was typed."""
@@ -129,4 +146,5 @@ def isolating_flag(words: Sequence[str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    return word if re.fullmatch(r"[\w@%+=:,./{}-]+", word) else "'" + word.replace("'", "'\"'\"'") + "'"
+    """As a shell wants it; braces need no quotes."""
+    return word if re.fullmatch(r"[\w@%+=:,./{}-]+", word) else shlex.quote(word)

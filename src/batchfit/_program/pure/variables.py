@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
+import batchfit
+
+_PACKAGE = Path(batchfit.__file__).parent
+INJECT = str(_PACKAGE / "_program" / "probe" / "inject")
 # Trackers and uploads, off in probes.
 QUIET = {
     "BATCHFIT_PROBE": "1",
@@ -23,31 +28,30 @@ QUIET = {
 }
 
 
-def probe_variables(
-    environment: Mapping[str, str], *, inject: str, source: str, folder: str, settings: str
-) -> dict[str, str]:
+def probe_variables(environment: Mapping[str, str], *, folder: str, settings: str) -> dict[str, str]:
     """The environment of a probe whose own files are in `folder`."""
-    path = environment.get("PYTHONPATH", "")
     return {
-        **environment,
+        **_with_inject(environment),
         **QUIET,
         "MLFLOW_TRACKING_URI": f"file:{folder}/t/mlruns",
         "TRACKIO_DIR": f"{folder}/t/trackio",
         "TMPDIR": f"{folder}/t",
         "PATH": os.pathsep.join([f"{folder}/b", environment.get("PATH", os.defpath)]),
-        "PYTHONPATH": os.pathsep.join([inject, path]) if path else inject,
         "BATCHFIT_PROBE_FOLDER": folder,
-        "BATCHFIT_PROBE_SOURCE": source,
         "BATCHFIT_PROBE_SETTINGS": settings,
     }
 
 
-def exit_variables(environment: Mapping[str, str], *, inject: str, source: str, file: str) -> dict[str, str]:
+def exit_variables(environment: Mapping[str, str], *, file: str) -> dict[str, str]:
     """The environment of a real run whose processes are to note in `file` what ended them."""
+    return {**_with_inject(environment), "BATCHFIT_EXIT_FILE": file}
+
+
+def _with_inject(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with our `sitecustomize` first, and with where this process has batchfit."""
     path = environment.get("PYTHONPATH", "")
     return {
         **environment,
-        "PYTHONPATH": os.pathsep.join([inject, path]) if path else inject,
-        "BATCHFIT_PROBE_SOURCE": source,
-        "BATCHFIT_EXIT_FILE": file,
+        "PYTHONPATH": os.pathsep.join([INJECT, path]) if path else INJECT,
+        "BATCHFIT_PROBE_SOURCE": str(_PACKAGE.parent),
     }

@@ -38,7 +38,7 @@ class ForegroundProgram:
         self._settings = self._terminal_settings()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            stack.enter_context(self._signals())  # first: a program that is half started would be nobody's
+            stack.enter_context(self._signals())  # first: a signal during the start is for the program
             self.pid = os.posix_spawnp(
                 command[0], list(command), dict(environment), setpgroup=0, setsigdef=_TO_DEFAULT
             )

@@ -25,8 +25,6 @@ from batchfit._program.pure.variables import exit_variables
 from batchfit._program.running.kernel_kills import kernel_kills
 from batchfit._program.running.run_watch import GRACE_S, TOKEN, end_all
 
-_PROGRAM = Path(__file__).parent.parent
-
 
 @final
 class RunPlace:
@@ -46,7 +44,7 @@ class RunPlace:
         token = secrets.token_hex(16)
         reads, writes = os.pipe()
         try:
-            script = str(_PROGRAM / "running" / "run_watch.py")
+            script = str(Path(__file__).with_name("run_watch.py"))
             watch = subprocess.Popen(
                 [sys.executable, "-I", "-S", script, str(reads), token, str(folder)],
                 stdin=subprocess.DEVNULL,
@@ -71,8 +69,7 @@ class RunPlace:
         known = {**variables, TOKEN: self.token}
         if not notes_exit:
             return known
-        inject, source = str(_PROGRAM / "probe" / "inject"), str(_PROGRAM.parent.parent)
-        return exit_variables(known, inject=inject, source=source, file=str(self.endings))
+        return exit_variables(known, file=str(self.endings))
 
     def begin(self) -> None:
         """The program is about to be started."""

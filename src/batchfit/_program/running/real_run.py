@@ -20,7 +20,6 @@ from batchfit._program.config_copy import write_copies
 from batchfit._program.pure.after_exit import Ending, first_line, next_size
 from batchfit._program.running.foreground import ForegroundProgram
 from batchfit._program.running.place import RunPlace
-from batchfit.errors import ProgramError
 
 if TYPE_CHECKING:
     from batchfit._find.pure.bracket import Sizes
@@ -82,9 +81,7 @@ class RealRun:
         try:
             program = ForegroundProgram(command, environment)
         except OSError as error:
-            raise ProgramError(
-                f"the command could not be started: {command[0]}: {error.strerror or error}"
-            ) from None
+            raise self.template.not_started(error.strerror or error) from None
         place.watch(program.pid)
         ending = place.ending(program.wait(), stopped=program.stopped_by != 0)
         if ending.code < 0 or ending.stopped or (self.restarts and ending.too_large):

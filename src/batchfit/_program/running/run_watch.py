@@ -22,9 +22,9 @@ GRACE_S = 30.0  # between being asked and being killed, as SLURM has it
 _PAUSE_S = 0.05
 
 
-def processes_of(token: str) -> list[int]:
-    """Every process that has the token in its environment, as far as it may be read."""
-    wanted = f"{TOKEN}={token}".encode()
+def processes_with(variable: str, value: str) -> list[int]:
+    """Every other process that has this in its environment, as far as it may be read."""
+    wanted = f"{variable}={value}".encode()
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdigit() and int(name) != os.getpid():
@@ -44,7 +44,7 @@ def end_all(
     asked = False
     deadline = time.monotonic() + grace_s
     while True:
-        left = processes_of(token)
+        left = processes_with(TOKEN, token)
         late = time.monotonic() >= deadline or hurry()
         number = signal.SIGKILL if late else signal.SIGTERM
         if not asked or late:

@@ -10,7 +10,6 @@ Rules:
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -145,7 +144,7 @@ class ProgramTraces:
     ) -> _Recorded:
         if self.on_run is not None:
             self.on_run("running" if record["kind"] == "reads" else "tracing", size)
-        settings = {"steps": steps, "stops": True, "device": "cpu", "budget_bytes": None, "record": record}
+        settings = {"steps": steps, "device": "cpu", "budget_bytes": None, "record": record}
         run = start_run(self.template, size, settings, variables=_NO_GPU, inputs=inputs)
         reports = Reports()
         try:
@@ -163,15 +162,14 @@ class ProgramTraces:
     def _follow(self, run: CommandRun, reports: Reports, size: int) -> int | None:
         """Listen until its steps are recorded, or it has ended: its exit code."""
         silent_s = self.timeout_s or _SILENT_S
-        for event in run.events(math.inf):
+        for event in run.events():
             kind, now = event["kind"], time.monotonic()
             if kind == "untraceable":
                 raise UntraceableError(
                     event["operation"], event["where"], event["why"], raised=event["raised"]
                 )
             if kind == "not_started":
-                what = self.template.words[0]
-                raise ProgramError(f"the command could not be started: {what}: {event['error'][1]}")
+                raise self.template.not_started(event["error"][1])
             if kind == "ended":
                 for late in run.drain():
                     reports.take(late, now)
@@ -193,7 +191,7 @@ class ProgramTraces:
 
     def _failed(self, run: CommandRun, reports: Reports, code: int | None, size: int) -> ProgramError:
         failure = reports.failure
-        lines = run.tail.lines() or (list(failure.lines) if failure is not None else [])
+        lines = reports.last_lines(run.tail.lines())
         if failure is not None:
             return ProgramError(f"the program raised {failure.text}, at batch size {size}", lines=lines)
         how = "ended" if code == 0 else f"ended with exit code {code}"

@@ -1,20 +1,17 @@
-"""What `predict`, `explain` and `profile` share: a target that is loaded, and an answer that is delivered.
+"""Where an answer goes: to the screen, as JSON, into files; what commands with one answer share.
 
-Rules: whatever goes wrong is said once, with the exit code that a script can act on. What is wrong with the
-flags or the target's name is said before torch is loaded. Where a target cannot be built here, the error says
-how it can be. An error that is neither the user's nor about an argument is ours: it comes with its traceback.
+Rules: a file that cannot be written is refused before any work. Where one fails all the same, the answer is
+shown first.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TextIO
 
-from batchfit import errors
 from batchfit._charts.text import Line, as_text
 from batchfit._cli.exits import (
     Code,
@@ -26,15 +23,8 @@ from batchfit._cli.exits import (
 )
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import ProgressDisplay, is_terminal, own_warnings_as_notes, progress_here, speaks
-from batchfit._cli.target import Given
-from batchfit._engine.workload import user_errors as failure
-from batchfit._engine.workload.target import home_of
 from batchfit._files import write_atomically
 
-if TYPE_CHECKING:
-    from batchfit.workload import Workload
-
-Options = TypeVar("Options")
 # Roles of `batchfit._charts.text` as rich styles; a role that is missing has none.
 STYLES = {
     "strong": "bold",
@@ -72,21 +62,6 @@ class Delivery:
             check_plot(self.plot)
 
 
-@dataclass(frozen=True, slots=True)
-class TargetCall:
-    """What was typed: a target, the command's flags, where the answer goes, the target's own arguments."""
-
-    target: str
-    flags: Mapping[str, Any]
-    delivery: Delivery = field(default_factory=Delivery)
-    full_traceback: bool = False
-    arguments: tuple[str, ...] = ()
-
-    def given(self) -> Given:
-        """The target, parsed; nothing is loaded."""
-        return Given.parse(self.target, self.arguments, full_traceback=self.full_traceback)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedAnswer:
     """An answer, ready to go out: as JSON, as lines for a given width, and as a picture."""
@@ -95,23 +70,6 @@ class RenderedAnswer:
     lines: Callable[[int, bool], list[Line]]  # (width, plain)
     draw: Callable[[Path], None]
     code: Code = Code.FOUND
-
-
-Work = Callable[["Workload", ProgressDisplay], RenderedAnswer]
-
-
-def run_traced(call: TargetCall, work: Work, *, command: str) -> Code:
-    """Load the target, let `work` answer, and deliver: how it ended."""
-    given = call.given()
-
-    def answer(progress: ProgressDisplay) -> RenderedAnswer:
-        progress.doing(f"loading {call.target}")
-        workload = given.load(advise=True)
-        with _explained(call, given, command):
-            return work(workload, progress)
-
-    call.delivery.check()
-    return run_answer(call.delivery, answer)
 
 
 def run_answer(delivery: Delivery, make: Callable[[ProgressDisplay], RenderedAnswer]) -> Code:
@@ -129,50 +87,6 @@ def run_answer(delivery: Delivery, make: Callable[[ProgressDisplay], RenderedAns
             with uninterrupted():
                 deliver(answer, stdout, delivery)
     return answer.code
-
-
-def checked_options(kind: type[Options], call: TargetCall, command: str) -> Options:
-    """The options that the flags say; wrong ones are refused before torch is loaded."""
-    try:
-        return kind(**call.flags)
-    except (ValueError, TypeError) as error:
-        raise wrong_flag(error, command) from None
-
-
-def wrong_flag(error: Exception, command: str) -> CommandFailed:
-    """A flag's value is refused."""
-    where = (
-        "predict --list-gpus lists the GPUs"
-        if str(error).startswith("gpu ")
-        else f"{command} --help lists the flags"
-    )
-    return CommandFailed(Code.USAGE, f"{error} (batchfit {where})")
-
-
-@contextmanager
-def _explained(call: TargetCall, given: Given, command: str) -> Iterator[None]:
-    """Inside, an error ends the command with its exit code; one of batchfit's own comes out as it is."""
-    try:
-        yield
-    except errors.UntraceableError as error:
-        cause = error.__cause__ or error
-        full = given.full_traceback
-        shown = full or error.raised  # what may be an error of the user's is shown as one
-        details = failure.details(cause, home=home_of(given.target), full=full) if shown else ""
-        raise CommandFailed(Code.UNTRACEABLE, str(error), details=details, every_rank=True) from None
-    except errors.NothingFitsError as error:
-        raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
-    except errors.SearchStoppedError as error:
-        raise CommandFailed(Code.STOPPED, str(error)) from None
-    except errors.BatchfitError as error:
-        raise CommandFailed(Code.RAISED, str(error), every_rank=True) from None
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) or failure.raised_by_step(error):
-            raise given.raised(error, advise=True) from None
-        # Every argument that is refused is named first: "budget must be positive, not 0".
-        if isinstance(error, ValueError | TypeError) and str(error).partition(" must ")[0] in call.flags:
-            raise wrong_flag(error, command) from None
-        raise
 
 
 def deliver(answer: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
