@@ -41,7 +41,7 @@ LEVELS = (
     {"_schedule", "_engine.data_parallel", "_engine.store", "_engine.trace", "_engine.trial"},
     {"_predict", "_rerun", "_engine.optimizer_step", "integrations"},
     {"_explain", "_find", "_microbatch"},
-    {"_profile", "_sweep"},
+    {"_check", "_profile", "_sweep"},
     {"_program"},
     {"_cli"},
     {"__main__"},
