@@ -57,6 +57,7 @@ THIRD_PARTY = {
     "pandas": {"results"},
     "yaml": {"_documents"},
     "numpy": {"_engine.snapshot"},
+    "pytest": {"_check"},
     "typer": {"_cli"},
     "click": {"_cli"},
     "rich": {"_cli"},

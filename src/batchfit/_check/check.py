@@ -32,7 +32,7 @@ from batchfit.errors import NothingFitsError, ResultFileError
 from batchfit.results import MemoryCheck
 from batchfit.workload import Workload, as_workload
 
-_OR_UPDATE = ": update=True (--update) writes another"
+_OR_UPDATE = ": update=True (--update, pytest --memory-update) writes another"
 # The record of the baseline's program with the versions that are here, or why there is none.
 Retrace = Callable[[PeakRecord], PeakRecord | str]
 

@@ -197,6 +197,7 @@ class _Reader:
     def _text(self, line: CodeLine) -> str:
         """The text of a line's place; its number is noted."""
         if line not in self._texts:
+            linecache.checkcache(line.file)
             code = " ".join(linecache.getline(line.file, line.number).split())[:_LONGEST_CODE]
             self._texts[line] = SourcePlace(self._file(line.file), line.function, code).text
         text = self._texts[line]

@@ -14,7 +14,15 @@ from batchfit._report.files import NothingFits, SchedulePlan
 from batchfit._report.markup import Fact
 from batchfit._report.sweep import sweep_clause, sweep_facts
 from batchfit._units import format_bytes
-from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, SweepResult, ThroughputProfile
+from batchfit.results import (
+    FitResult,
+    MemoryCheck,
+    MemoryExplanation,
+    Prediction,
+    Result,
+    SweepResult,
+    ThroughputProfile,
+)
 
 _SAME_BUDGET = 0.02
 _CLAUSES = 3  # a sentence with more is not read
@@ -36,6 +44,7 @@ def verdict(results: Sequence[Result]) -> str:
     clauses += [_predicted_each(alone)] if len(alone) > 1 else []
     clauses += [_nothing(one) for one in results if isinstance(one, NothingFits)]
     clauses += [one.summary for one in results if isinstance(one, MemoryExplanation)]
+    clauses += [one.summary for one in results if isinstance(one, MemoryCheck)]
     clauses += [_planned(one) for one in results if isinstance(one, SchedulePlan)]
     left = len(clauses) - _CLAUSES
     text = "; ".join(clauses[:_CLAUSES]) + (f"; and {left} more below" if left > 0 else "")
@@ -81,6 +90,11 @@ def _facts(one: Result) -> list[Fact]:
         return [
             Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
             *([Fact("largest batch as it is", f"{one.largest:,}")] if one.largest is not None else []),
+        ]
+    if isinstance(one, MemoryCheck):
+        return [
+            Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
+            Fact("check", "passed" if one.passed else "failed", one.name),
         ]
     if isinstance(one, SweepResult):
         return sweep_facts(one)

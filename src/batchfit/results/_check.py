@@ -1,7 +1,7 @@
 """What a check answers: whether a step needs more memory than its baseline, and which lines make the change.
 
-Rules: the changes of each list add up to the change of the peak; what was not told apart (a change of the
-program and of torch's version) is said.
+Rules: the changes of each list add up to the change of the peak; where a change may come from other
+versions, that is said.
 """
 
 from __future__ import annotations

@@ -131,10 +131,10 @@ def _moments(data: dict[str, Any], name: str) -> Iterator[PhaseMoment]:
     peaks = _get(data, "peaks", dict, name)
     if not peaks:
         raise ResultFileError(f"field 'peaks' of {name!r}: must have at least one phase")
+    heads = {phase: _checked(peaks[phase], phase, name, 1, text=True) for phase in peaks}
     lines = list(_rows(_get(data, "lines", dict, name), (), name, len(peaks)))
     modules = list(_module_rows(_get(data, "modules", dict, name), name, len(peaks)))
-    for number, phase in enumerate(peaks):
-        size, operation = _checked(peaks[phase], phase, name, 1, text=True)
+    for number, (phase, (size, operation)) in enumerate(heads.items()):
         yield PhaseMoment(
             phase,
             operation,

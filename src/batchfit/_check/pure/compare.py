@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from batchfit._check.pure.record import HeldRow, OptimizerRecord, PeakRecord, So
 
 _MOSTLY_NEW = 20  # times as many bytes as before, below one line
 _ALIKE_TEXT = 0.6  # of two texts of one line, before and after an edit
+_LARGE_SHARE = 0.01  # of the peak: what a line makes is worth a word
 _SAME_STATE = 0.05  # of state per weight: what rounding to blocks makes of it in a small model
 
 
@@ -89,7 +91,7 @@ def line_changes(before: PeakRecord, now: PeakRecord) -> list[Difference]:
     """By source line."""
     earlier, later = list(before.at(now.peak.phase).lines), list(now.peak.lines)
     if has_other_optimizer(before.optimizer, now.optimizer):
-        # Else what each parameter's state takes is told by the line of the parameter.
+        # Else the state of each parameter goes by the line of the parameter.
         place = now.optimizer.place or before.optimizer.place or "optimizer state"
         earlier, later = (_at_one_place(rows, "optimizer", place) for rows in (earlier, later))
     old = _texts(earlier)
@@ -101,14 +103,17 @@ def line_changes(before: PeakRecord, now: PeakRecord) -> list[Difference]:
 
 
 def changed_causes(before: PeakRecord, now: PeakRecord) -> list[HeldRow]:
-    """New and edited lines that make much and hold nothing at the peak, where others may hold more for it.
+    """New and edited lines that make much and hold nothing at the peak: others may hold more for it.
 
     What differs in its shape alone is no cause: a longer sequence changes all shapes.
     """
     edited = edited_lines(_texts(before.peak.lines), _texts(now.peak.lines))
     old = _texts(before.peak.lines)
     made = {(row.chain[-1], TensorMade.parsed(row.of).kind) for row in _with_texts(before.peak.lines, edited)}
-    held = {row.chain[-1] for row in now.peak.lines if row.size}
+    # What is live at another moment has a row, however small it is.
+    least = _LARGE_SHARE * now.peak.size
+    small = {row.chain[-1] for one in now.moments for row in one.lines if 0 < row.size < least}
+    held = small | {row.chain[-1] for row in now.peak.lines if row.size}
     found: dict[str, HeldRow] = {}
     for row in now.peak.lines:
         text = row.chain[-1]
@@ -200,7 +205,15 @@ def _likeness(one: SourcePlace, two: SourcePlace) -> float:
         return 1.0 + (one.file == two.file) + (one.function == two.function)
     if not same_function:
         return 0.0
+    if _is_wrapped(one.code, two.code) or _is_wrapped(two.code, one.code):
+        return _ALIKE_TEXT
     return SequenceMatcher(None, one.code, two.code, autojunk=False).ratio()
+
+
+def _is_wrapped(short: str, long: str) -> bool:
+    """Whether a line assigns to the same name, and uses all that the other one does: `x = block(x)`."""
+    names, more = (re.findall(r"[A-Za-z_]\w*", code) for code in (short, long))
+    return len(set(names)) > 1 and names[:1] == more[:1] and set(names) <= set(more)
 
 
 def _rerouted(before: Sequence[HeldRow], now: Sequence[HeldRow]) -> list[HeldRow]:
