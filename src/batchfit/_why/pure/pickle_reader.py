@@ -22,6 +22,8 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any, final
 
+from batchfit._why.pure.opcodes import BEGINNINGS, CLOSING, CONSTANTS, PLAIN, REFUSED, SIZED, TUPLES
+
 CHUNK_BYTES = 2**20
 # No opcode but a string or a stack of `_GETS` is longer.
 _GUARD_BYTES = 2**16
@@ -38,36 +40,9 @@ _SPARE_ITEMS = 2**20
 # that a list with fewer is complete.
 _GETS = re.compile(rb"\((?:h.|j.{4}){1,999}e", re.DOTALL)
 _GET = re.compile(rb"h(.)|j(.{4})", re.DOTALL)
-
-# What refers to things by name, or makes something that is no plain container.
-_REFUSED = {
-    b"R": "a call (REDUCE)",
-    b"b": "an object's state (BUILD)",
-    b"i": "an object (INST)",
-    b"o": "an object (OBJ)",
-    b"\x81": "an object (NEWOBJ)",
-    b"\x92": "an object (NEWOBJ_EX)",
-    b"P": "a reference outside the file (PERSID)",
-    b"Q": "a reference outside the file (BINPERSID)",
-    b"\x82": "an extension (EXT1)",
-    b"\x83": "an extension (EXT2)",
-    b"\x84": "an extension (EXT4)",
-    b"\x8f": "a set",
-    b"\x90": "a set",
-    b"\x91": "a frozenset",
-    b"\x96": "a bytearray",
-    b"\x97": "a buffer outside the file",
-    b"\x98": "a buffer outside the file",
-    b"B": "bytes",
-    b"C": "bytes",
-    b"\x8e": "bytes",
-    b"S": "bytes",
-    b"T": "bytes",
-    b"U": "bytes",
-    b"0": "the opcode POP",
-    b"1": "the opcode POP_MARK",
-    b"2": "the opcode DUP",
-}
+# A remembered dict of three items, keys and strings from the memo: a frame, again.
+_FRAME = re.compile(rb"\x94\(((?:(?:h.|j.{4})(?:h.|j.{4}|K.|M.{2}|J.{4})){3})u", re.DOTALL)
+_PART = re.compile(rb"h(.)|j(.{4})|K(.)|M(.{2})|J(.{4})", re.DOTALL)
 
 
 class PickleRefused(ValueError):
@@ -121,6 +96,8 @@ class PickleReader:
         stack: list[Any] = []
         marked: list[list[Any]] = []
         data, pos, limit = self._refilled(0, stack)
+        if data[0] not in BEGINNINGS:
+            raise PickleRefused("it is no pickle")
         unpack = struct.Struct("<I").unpack_from
         unpack_signed = struct.Struct("<i").unpack_from
         while True:
@@ -149,7 +126,14 @@ class PickleReader:
                 marked.append(stack)
                 stack = []
             elif op == 0x7D:  # EMPTY_DICT
-                stack.append({})
+                found = _FRAME.match(data, pos)
+                folded = None if found is None else self._frame(found[1])
+                if found is None or folded is None:
+                    stack.append({})
+                    continue
+                memo.append(folded)
+                stack.append(folded)
+                pos = found.end()
             elif op == 0x75:  # SETITEMS
                 items, stack = stack, marked.pop()
                 self._set_items(stack, items)
@@ -169,7 +153,7 @@ class PickleReader:
             elif op == 0x4D:  # BININT2
                 stack.append(data[pos] | data[pos + 1] << 8)
                 pos += 2
-            elif op in _CLOSING:
+            elif op in CLOSING:
                 items, stack = stack, marked.pop()
                 self._close(op, stack, items)
             elif op == 0x2E:  # STOP
@@ -229,7 +213,7 @@ class PickleReader:
     # -- values
 
     def _string(self, raw: bytes) -> str:
-        text = raw.decode("utf-8", "surrogatepass")
+        text = raw.decode("utf-8", "replace")
         known = self._strings.get(text)
         if known is None:
             self._strings_bytes += len(raw)
@@ -300,6 +284,26 @@ class PickleReader:
             self._gets[key] = folded
         self._replace(stack, held, folded)
 
+    def _frame(self, key: bytes) -> Any:
+        """What a small dict was folded to; None where it is another dict. Equal bytes are equal dicts."""
+        folded = self._gets.get(key)
+        if folded is None:
+            memo, items = self._memo, []
+            for short, long, *numbers in _PART.findall(key):
+                if short or long:
+                    items.append(memo[short[0] if short else int.from_bytes(long, "little")])
+                    continue
+                number = next(one for one in numbers if one)
+                items.append(int.from_bytes(number, "little", signed=len(number) == 4))
+            if "filename" not in items[::2] or any(type(one) is not str for one in items[::2]):
+                return None
+            held = dict(zip(items[::2], items[1::2], strict=True))
+            folded = self._fold_dict(held)
+            if folded is held:
+                return None
+            self._gets[key] = folded
+        return folded
+
     def _close(self, op: int, stack: list[Any], items: list[Any]) -> None:
         if op == 0x65:  # APPENDS
             if type(stack[-1]) is not list:
@@ -320,21 +324,21 @@ class PickleReader:
 
     def _rare(self, op: int, pos: int, stack: list[Any]) -> int:
         code = bytes((op,))
-        known = _CONSTANTS.get(code)
+        known = CONSTANTS.get(code)
         if known is not None:
             stack.append(known())
             return pos
-        count = _TUPLES.get(code)
+        count = TUPLES.get(code)
         if count is not None:
             if len(stack) < count:
                 raise IndexError
             stack[-count:] = [self._tuple(tuple(stack[-count:]))]
             return pos
-        if code in _SIZED:
+        if code in SIZED:
             return self._sized(code, pos, stack)
         if code in b"IFLVpg":
             return self._text(code, pos, stack)
-        if code in _PLAIN:
+        if code in PLAIN:
             return self._plain(code, pos, stack)
         raise PickleRefused(self._refusal(code, pos, stack))
 
@@ -367,7 +371,7 @@ class PickleReader:
 
     def _sized(self, code: bytes, pos: int, stack: list[Any]) -> int:
         """A string or a number behind its length."""
-        width = _SIZED[code]
+        width = SIZED[code]
         size = int.from_bytes(self._take(pos, width), "little")
         pos += width
         if code == b"\x8b":  # LONG4
@@ -392,7 +396,7 @@ class PickleReader:
         elif code == b"F":
             stack.append(float(line))
         elif code == b"V":
-            stack.append(self._string(line.decode("raw-unicode-escape").encode("utf-8", "surrogatepass")))
+            stack.append(self._string(line.decode("raw-unicode-escape").encode("utf-8", "replace")))
         elif code == b"p":
             self._put(int(line), stack)
         else:
@@ -400,7 +404,7 @@ class PickleReader:
         return pos
 
     def _put(self, index: int, stack: list[Any]) -> None:
-        """Picklers number what they remember from 0 on: a memo entry out of order takes memory for nothing."""
+        """Picklers number what they remember from 0 on; another number would take memory for nothing."""
         if not 0 <= index <= len(self._memo):
             raise PickleRefused(f"memo entry {index:,} after {len(self._memo):,}")
         if index == len(self._memo):
@@ -419,12 +423,13 @@ class PickleReader:
             return f"an object of {_shown(f'{module.decode()}.{name.decode()}')}"
         if code == b"\x93" and len(stack) > 1:  # STACK_GLOBAL
             return f"the name {_shown(f'{stack[-2]}.{stack[-1]}')}"
-        return _REFUSED.get(code, f"an unknown opcode ({code!r})")
+        return REFUSED.get(code, f"an unknown opcode ({code!r})")
 
 
 def _shown(value: object) -> str:
     """A value of a stranger's file, in one short line."""
-    text = value if isinstance(value, str) else repr(value) if type(value) in (int, float) else type(value).__name__
+    text = value if isinstance(value, str) else type(value).__name__
+    text = repr(value) if type(value) in (int, float) else text
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
 
@@ -432,16 +437,3 @@ def _objects_now() -> int:
     """How many small objects this interpreter holds."""
     count = getattr(sys, "getallocatedblocks", None)
     return count() if count is not None else 0
-
-
-_CLOSING = frozenset(b"etld")
-_CONSTANTS: dict[bytes, Callable[[], Any]] = {
-    b"N": lambda: None,
-    b"\x88": lambda: True,
-    b"\x89": lambda: False,
-    b"]": list,
-    b")": tuple,
-}
-_TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
-_SIZED = {b"X": 4, b"\x8d": 8, b"\x8b": 4}
-_PLAIN = (b"\x80", b"\x95", b"G", b"q", b"r", b"a", b"s")

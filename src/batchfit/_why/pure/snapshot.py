@@ -14,7 +14,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import IO, Any, final
@@ -52,7 +52,7 @@ class SnapshotRefused(PickleRefused):
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)  # one object for equal ones: identity is enough, and quick
-class Frame:
+class StackFrame:
     """One line of a stack."""
 
     filename: str
@@ -62,16 +62,16 @@ class Frame:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Stack:
+class InternedStack:
     """A stack, the innermost frame first; `number` is its place in `Snapshot.stacks`."""
 
     number: int
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class History:
+class AllocatorHistory:
     """The recorded entries of one device, a column for each thing that they say."""
 
     actions: array[int] = field(default_factory=lambda: array("B"))
@@ -85,10 +85,10 @@ class History:
     def __len__(self) -> int:
         return len(self.actions)
 
-    def part(self, begin: int, end: int) -> History:
+    def part(self, begin: int, end: int) -> AllocatorHistory:
         """The entries from `begin` to `end`."""
         cut = slice(begin, end)
-        return History(
+        return AllocatorHistory(
             self.actions[cut],
             self.addresses[cut],
             self.sizes[cut],
@@ -113,8 +113,8 @@ class BlockRow:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Memory that the allocator has reserved, in one piece, and the blocks that it is cut into."""
+class ReservedSegment:
+    """Memory that the allocator has reserved, contiguous, and the blocks that it is cut into."""
 
     device: int
     address: int
@@ -127,16 +127,16 @@ class Segment:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class MemorySnapshot:
     """What one file holds: a history and segments for each device, and the stacks that both number."""
 
-    histories: tuple[History, ...]
-    segments: tuple[Segment, ...]
-    stacks: tuple[tuple[Frame, ...], ...]
+    histories: tuple[AllocatorHistory, ...]
+    segments: tuple[ReservedSegment, ...]
+    stacks: tuple[tuple[StackFrame, ...], ...]
     settings: dict[str, Any]
     notes: dict[str, Any]  # what `record_oom` wrote beside it
 
-    def segments_of(self, device: int) -> list[Segment]:
+    def segments_of(self, device: int) -> list[ReservedSegment]:
         return [one for one in self.segments if one.device == device]
 
     @property
@@ -161,6 +161,8 @@ _ROW, _BLOCK = _Placed("an entry"), _Placed("a block")
 # Where an entry's values are among its keys, in the order of the columns.
 _Layout = Callable[[list[Any]], tuple[Any, ...]]
 _MOST_LAYOUTS = 64
+_MOST_DEVICES = 1024
+_LARGEST = 2**48
 
 
 @final
@@ -168,16 +170,16 @@ class _Folder:
     """Turns what the reader has read into rows, as it is read."""
 
     def __init__(self) -> None:
-        self.rows = History()
+        self.rows = AllocatorHistory()
         self.blocks: list[BlockRow] = []
-        self.segments: list[Segment] = []
-        self._frames: dict[tuple[str, int, str], Frame] = {}
-        self._stacks: dict[tuple[Frame, ...], Stack] = {(): Stack(0, ())}
+        self.segments: list[ReservedSegment] = []
+        self._frames: dict[tuple[str, int, str], StackFrame] = {}
+        self._stacks: dict[tuple[StackFrame, ...], InternedStack] = {(): InternedStack(0, ())}
         self._pools: dict[tuple[int, ...], int] = {(0, 0): 0}
         self._layouts: dict[tuple[str, ...], _Layout | None] = {}
 
     @property
-    def stacks(self) -> tuple[tuple[Frame, ...], ...]:
+    def stacks(self) -> tuple[tuple[StackFrame, ...], ...]:
         return tuple(self._stacks)
 
     def fold_items(self, items: list[Any]) -> Any:
@@ -193,9 +195,11 @@ class _Folder:
             return None
         action, address, size, frames, stream, time_us, pool = layout([*items[1::2], None])
         code = _CODES.get(action, OTHER) if type(action) is str else OTHER
+        if size is None or not 0 <= size <= _LARGEST:
+            raise SnapshotRefused("an entry of a size that no memory has")
         rows = self.rows
         rows.addresses.append(address or 0)
-        rows.sizes.append(size or 0)
+        rows.sizes.append(size)
         rows.stacks.append(self._stack(frames))
         rows.streams.append(stream or 0)
         rows.times_us.append(time_us or 0)
@@ -228,38 +232,38 @@ class _Folder:
             return self.fold_items([part for item in held.items() for part in item])
         return held
 
-    def fold_list(self, items: tuple[Any, ...]) -> Stack | None:
+    def fold_list(self, items: tuple[Any, ...]) -> InternedStack | None:
         """A stack out of its frames; None where it is another list."""
-        return self._interned(items) if all(type(one) is Frame for one in items) else None
+        return self._interned(items) if all(type(one) is StackFrame for one in items) else None
 
-    def _frame(self, held: dict[str, Any]) -> Frame:
+    def _frame(self, held: dict[str, Any]) -> StackFrame:
         name, line, function = held["filename"], held["line"], held.get("name", "")
         if type(name) is not str or type(line) is not int or type(function) is not str:
             raise SnapshotRefused("a frame whose file, line or name is none")
         key = name, line, function
         found = self._frames.get(key)
         if found is None:
-            found = self._frames[key] = Frame(*key)
+            found = self._frames[key] = StackFrame(*key)
         return found
 
-    def _interned(self, frames: tuple[Frame, ...]) -> Stack:
+    def _interned(self, frames: tuple[StackFrame, ...]) -> InternedStack:
         found = self._stacks.get(frames)
         if found is None:
-            found = self._stacks[frames] = Stack(len(self._stacks), frames)
+            found = self._stacks[frames] = InternedStack(len(self._stacks), frames)
         return found
 
     def _stack(self, frames: object) -> int:
         """The number of what an entry or a block gives as its stack."""
-        if type(frames) is Stack:
+        if type(frames) is InternedStack:
             return frames.number
         if not frames:
             return 0
-        if type(frames) is list and all(type(one) is Frame for one in frames):
+        if type(frames) is list and all(type(one) is StackFrame for one in frames):
             return self._interned(tuple(frames)).number
         raise SnapshotRefused("a stack that is no list of frames")
 
     def _pool(self, pool: object) -> int:
-        key = tuple(pool) if type(pool) in (tuple, list) else ()  # type: ignore[arg-type]
+        key = tuple(pool) if isinstance(pool, tuple | list) else ()
         if not key or not all(type(one) is int for one in key):
             raise SnapshotRefused("a pool that is no pair of numbers")
         if key not in self._pools and len(self._pools) > 2**16:
@@ -267,23 +271,25 @@ class _Folder:
         return self._pools.setdefault(key, len(self._pools))
 
     def _fold_block(self, held: dict[str, Any]) -> _Placed:
-        size, requested, frames = held["size"], held.get("requested_size"), held.get("frames")
+        size: Any = held["size"]
+        requested, frames = held.get("requested_size"), held.get("frames")
         history = held.get("history")  # torch before 2.1 has it in place of both
         if requested is None and type(history) is list and history and type(history[0]) is dict:
             requested, frames = history[0].get("real_size"), history[0].get("frames")
+        requested = size if requested is None else requested
         state = _STATES.get(held["state"]) if type(held["state"]) is str else None
         if state is None:
             raise SnapshotRefused("a block in a state that no allocator has")
         address = held.get("address", -1)
-        if not _are_sizes(size, size if requested is None else requested) or type(address) is not int:
+        if not _are_sizes(size, requested) or type(address) is not int:
             raise SnapshotRefused("a block whose size or address is no number")
-        self.blocks.append(
-            BlockRow(address, size, size if requested is None else requested, state, self._stack(frames))
-        )
+        self.blocks.append(BlockRow(address, size, requested, state, self._stack(frames)))
         return _BLOCK
 
-    def _fold_segment(self, held: dict[str, Any]) -> Segment:
-        placed, address, size = held["blocks"], held.get("address"), held["total_size"]
+    def _fold_segment(self, held: dict[str, Any]) -> ReservedSegment:
+        placed: Any = held["blocks"]
+        address: Any = held.get("address")
+        size: Any = held["total_size"]
         device, stream = held.get("device", 0), held.get("stream", 0)
         if not _are_sizes(address, size, device) or type(stream) is not int:
             raise SnapshotRefused("a segment whose address, size or device is no number")
@@ -301,19 +307,24 @@ class _Folder:
             raise SnapshotRefused("a segment that is not the sum of its blocks")
         pool = held.get("segment_pool_id", (0, 0))
         self.blocks.clear()
-        segment = Segment(
-            device, address, size, stream, bool(held.get("is_expandable")), pool not in ((0, 0), [0, 0]),
+        segment = ReservedSegment(
+            device,
+            address,
+            size,
+            stream,
+            bool(held.get("is_expandable")),
+            pool not in ((0, 0), [0, 0]),
             tuple(blocks),
         )
         self.segments.append(segment)
         return segment
 
 
-def _are_sizes(*numbers: object) -> bool:
-    return all(type(one) is int and 0 <= one < 2**64 for one in numbers)
+def _are_sizes(*numbers: Any) -> bool:
+    return all(type(one) is int and 0 <= one < 2**62 for one in numbers)
 
 
-def read_snapshot(stream: IO[bytes]) -> Snapshot:
+def read_snapshot(stream: IO[bytes]) -> MemorySnapshot:
     """The snapshot in a stream: a pickle, or one that was packed with gzip."""
     folder = _Folder()
     try:
@@ -335,7 +346,7 @@ def _unpacked(stream: IO[bytes]) -> IO[bytes]:
     return gzip.open(stream) if first == b"\x1f\x8b" else stream  # type: ignore[return-value]
 
 
-def _assembled(value: Any, folder: _Folder) -> Snapshot:
+def _assembled(value: Any, folder: _Folder) -> MemorySnapshot:
     """The parts of a snapshot, where PyTorch puts them."""
     if type(value) is list:  # `torch.cuda.memory_snapshot()`: segments alone
         value = {"segments": value, "device_traces": []}
@@ -344,7 +355,7 @@ def _assembled(value: Any, folder: _Folder) -> Snapshot:
     traces, segments = value.get("device_traces", []), value["segments"]
     if type(segments) is not list or [*map(id, segments)] != [*map(id, folder.segments)] or folder.blocks:
         raise SnapshotRefused("segments that are not where PyTorch writes them")
-    if type(traces) is not list or not all(type(one) is list for one in traces):
+    if type(traces) is not list or len(traces) > _MOST_DEVICES or not all(type(one) is list for one in traces):
         raise SnapshotRefused("'device_traces' is no list of lists")
     histories, begin = [], 0
     for trace in traces:
@@ -355,20 +366,10 @@ def _assembled(value: Any, folder: _Folder) -> Snapshot:
     if begin != len(folder.rows):
         raise SnapshotRefused("entries that are not where PyTorch writes them")
     settings, notes = value.get("allocator_settings"), value.get(NOTES_KEY)
-    return Snapshot(
+    return MemorySnapshot(
         tuple(histories),
         tuple(folder.segments),
         folder.stacks,
         settings if type(settings) is dict else {},
         notes if type(notes) is dict else {},
     )
-
-
-def frames_of(stacks: tuple[tuple[Frame, ...], ...]) -> Iterator[Frame]:
-    """Every frame of some stacks, once."""
-    seen: set[Frame] = set()
-    for stack in stacks:
-        for frame in stack:
-            if frame not in seen:
-                seen.add(frame)
-                yield frame
