@@ -2,8 +2,8 @@
 
 Rules
 - `torch.multinomial` draws one exponential number per row and token, and takes the largest ratio. Part of the
-  rows draw those of all rows, and use their own: a batch that is generated in parts has the completions that
-  it would have as a whole, up to rounding of its logits.
+  rows draw those of all rows, and use their own: a batch that is generated in microbatches has the
+  completions that it would have as a whole, up to rounding of its logits.
 - Only inside `generate`, only where one token per row is drawn; anything else draws as it always does.
 """
 
