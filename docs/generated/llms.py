@@ -44,7 +44,6 @@ FUNCTIONS = (
     "find_batch_size",
     "predict_batch_size",
     "explain_memory",
-    "explain_oom",
     "profile_throughput",
     "sweep",
     "run_largest",

@@ -1,7 +1,7 @@
 """Memory snapshots in PyTorch's format, out of our model of the allocator: programs with a planted cause.
 
-`Recording` is a device that writes down what it does as `torch.cuda.memory._snapshot()` would: every action of
-the history, and the segments with their blocks at the end.
+`Recording` is a device that writes down what it does as `torch.cuda.memory._snapshot()` would: every action
+of the history, and the segments with their blocks at the end.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import typer
 
 import batchfit
 from batchfit._cli.commands.schedule_flags import schedule_app
-from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.flags import (
     OUTPUT,
     Command,
@@ -54,6 +53,7 @@ from batchfit._cli.help_texts import (
     SWEEP_HELP,
     WHY_HELP,
 )
+from batchfit._cli.sweep.sweep_flags import SweepFlags
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._find.pure.options import FindOptions
 from batchfit._predict.pure.options import PredictOptions
@@ -307,7 +307,7 @@ def sweep(
     ],
     flags: FlagValues,
 ) -> None:
-    from batchfit._cli.commands.sweep import sweep_file
+    from batchfit._cli.sweep.sweep import sweep_file
 
     end(lambda: sweep_file(file, SweepFlags(**flags)))
 

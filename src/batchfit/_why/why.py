@@ -19,7 +19,7 @@ from pathlib import Path
 
 import batchfit
 from batchfit._why.pure.causes import causes_of
-from batchfit._why.pure.findings import Findings, examine
+from batchfit._why.pure.findings import DeviceFindings, examine
 from batchfit._why.pure.holders import LivePart
 from batchfit._why.pure.options import WhyOptions
 from batchfit._why.pure.pickle_reader import PickleRefused
@@ -137,7 +137,7 @@ def _refused(path: Path, why: str) -> ResultFileError:
     )
 
 
-def _answer(name: str, seen: Findings) -> _Explained:
+def _answer(name: str, seen: DeviceFindings) -> _Explained:
     evidence, lives = seen.evidence, seen.lives
     oom = lives.has_oom
     answer = OomExplanation(
@@ -200,7 +200,7 @@ def _answer(name: str, seen: Findings) -> _Explained:
     return _Explained(answer, _row(answer), lives.history.times_us[lives.end] if oom else 2**63)
 
 
-def _last_step(seen: Findings) -> LastStep | None:
+def _last_step(seen: DeviceFindings) -> LastStep | None:
     long = seen.evidence.long
     if long is None:
         return None

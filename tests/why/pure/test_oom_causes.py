@@ -115,7 +115,9 @@ def test_memory_of_others_is_exact_where_the_gpu_is_known() -> None:
     assert found.total_bytes is not None
     assert found.free_bytes is not None
     assert found.outside_bytes == found.total_bytes - found.reserved_bytes - found.free_bytes
-    assert found.causes[0].evidence.startswith("139.0 GiB" if found.outside_bytes > 138.95 * 2**30 else "138.")
+    assert found.causes[0].evidence.startswith(
+        "139.0 GiB" if found.outside_bytes > 138.95 * 2**30 else "138."
+    )
     # A GPU that is full of our own blocks is full of nobody else's.
     assert explain_oom(h200("too large"), budget="1GiB", what_if=False).outside_bytes is None
 

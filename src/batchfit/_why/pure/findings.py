@@ -69,7 +69,7 @@ def _whole(value: object) -> int | None:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class DeviceFindings:
     """What was found out about one device."""
 
     device: int
@@ -101,7 +101,7 @@ class _Room:
     outside_is_least: bool
 
 
-def examine(snapshot: MemorySnapshot, device: int, options: WhyOptions) -> Findings:
+def examine(snapshot: MemorySnapshot, device: int, options: WhyOptions) -> DeviceFindings:
     """Everything about one device of a snapshot."""
     histories = snapshot.histories
     history = histories[device] if device < len(histories) else AllocatorHistory()
@@ -142,7 +142,7 @@ def examine(snapshot: MemorySnapshot, device: int, options: WhyOptions) -> Findi
         long=last_step(lives, loop, asked, table.line) if lives.has_oom else None,
         settings=replayed,
     )
-    return Findings(
+    return DeviceFindings(
         device=device,
         notes=notes,
         lives=lives,

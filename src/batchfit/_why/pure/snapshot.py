@@ -355,7 +355,11 @@ def _assembled(value: Any, folder: _Folder) -> MemorySnapshot:
     traces, segments = value.get("device_traces", []), value["segments"]
     if type(segments) is not list or [*map(id, segments)] != [*map(id, folder.segments)] or folder.blocks:
         raise SnapshotRefused("segments that are not where PyTorch writes them")
-    if type(traces) is not list or len(traces) > _MOST_DEVICES or not all(type(one) is list for one in traces):
+    if (
+        type(traces) is not list
+        or len(traces) > _MOST_DEVICES
+        or not all(type(one) is list for one in traces)
+    ):
         raise SnapshotRefused("'device_traces' is no list of lists")
     histories, begin = [], 0
     for trace in traces:

@@ -46,6 +46,7 @@ INSIDE_A_MODULE = ("_call_impl", "_wrapped_call_impl")
 _MAKES_WEIGHTS = frozenset(
     ["_apply", "reset_parameters", "load_state_dict", "from_pretrained", "_load_state_dict_into_model"]
 )
+_MAKES_STATE = re.compile(r"_init_(?:group|state)s?$")
 _MAKES_A_BATCH = re.compile(r"collate|^pin_memory|_to_device$|^_?prepare_inputs?$|(?:^|_)batch")
 
 
@@ -142,7 +143,7 @@ def _kind(stack: Sequence[StackFrame]) -> int:
     names = [one.name for one in frames]
     files = [one.filename.replace(chr(92), "/") for one in frames]
     if any("torch/optim/" in name for name in files):
-        return OPTIMIZER if "_init_group" in names or "_init_state" in names else TEMPORARIES
+        return OPTIMIZER if any(map(_MAKES_STATE.match, names)) else TEMPORARIES
     if any("torch/utils/checkpoint" in name for name in files):
         return ACTIVATIONS
     if any("torch/autograd/" in name or name.endswith("torch/_tensor.py") for name in files) and any(
