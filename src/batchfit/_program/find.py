@@ -52,8 +52,8 @@ def program_trials(
     flag = isolating_flag(target.template.words)
     if flag:
         raise ValueError(
-            f"the command must start Python without {flag}, with which it ignores PYTHONPATH: so comes the "
-            "probe to it"
+            f"the command must start Python without {flag}, with which it ignores PYTHONPATH or "
+            "sitecustomize: the probe is loaded through them"
         )
     changed_files(target.template, size)  # what is wrong with them is said before anything is run
     template = target.template
