@@ -7,6 +7,7 @@ command.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from batchfit._engine.trial.in_children import ChildDevice
@@ -47,6 +48,7 @@ def program_trials(
         budget_bytes=options.budget_bytes,
         device=None if options.device is None else str(options.device),
         timeout_s=options.timeout_s,
+        deadline_s=None if options.time_limit_s is None else time.monotonic() + options.time_limit_s,
         soak_steps=soak_steps,
     )
     flag = isolating_flag(target.template.words)

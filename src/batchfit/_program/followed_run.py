@@ -34,7 +34,8 @@ class FollowedRun:
     """What is known of a run so far.
 
     `reached`: it took all steps that were wanted. `code`: it has ended by itself, so. `hung`: no step came
-    within `waited_s`. `not_started`: the system refused the command, and why.
+    within `waited_s`. `is_cut_off`: the time of the search is over. `not_started`: the system refused the
+    command, and why.
     """
 
     run: CommandRun
@@ -45,10 +46,17 @@ class FollowedRun:
     code: int | None = None
     hung: bool = False
     waited_s: float = 0.0
+    is_cut_off: bool = False
     not_started: str | None = None
     _failed_s: float | None = None
 
-    def follow(self, *, timeout_s: float | None, on_step: Callable[[int, int], object] | None = None) -> None:
+    def follow(
+        self,
+        *,
+        timeout_s: float | None,
+        deadline_s: float | None = None,
+        on_step: Callable[[int, int], object] | None = None,
+    ) -> None:
         """Listen until there is an answer, or the program has ended; `on_step` gets size and number."""
         for event in self.run.events():
             kind, now = event["kind"], time.monotonic()
@@ -63,6 +71,9 @@ class FollowedRun:
                 self.reached = self._has_shown_enough()
             self.hung = self._is_late(timeout_s, now)
             if self._is_over(now):
+                return
+            if deadline_s is not None and now >= deadline_s:
+                self.is_cut_off = True
                 return
 
     def _is_over(self, now_s: float) -> bool:

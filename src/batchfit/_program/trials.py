@@ -6,6 +6,7 @@ Rules:
 - Starting a program costs more than its steps. Where the steps of a stability check cost less than half of
   the start, a trial takes them at once: then the answer needs no run of its own.
 - A program that ends by itself has run whole at that size.
+- The time limit of a search ends a run, too: programs may take longer to start than the limit is.
 - Nothing outlives a trial: neither a process nor a file of ours.
 """
 
@@ -19,7 +20,7 @@ from typing import Any, Self, final
 
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.in_children import ChildDevice
-from batchfit._engine.trial.trial import LargestBatch, RunTrial, TrialRequest
+from batchfit._engine.trial.trial import LargestBatch, RunTrial, TimeIsOver, TrialRequest
 from batchfit._program.followed_run import FollowedRun, RunPace
 from batchfit._program.probe_run import check_seen, ram_bytes, start_run
 from batchfit._program.pure.template import CommandTemplate
@@ -41,6 +42,7 @@ class ProgramTarget:
     budget_bytes: int | None = None
     device: str | None = None
     timeout_s: float | None = None
+    deadline_s: float | None = None  # of the whole search, by the monotonic clock
     soak_steps: int = 25
     on_device: Callable[[str, int], object] | None = None
     on_step: Callable[[int, int], object] | None = None
@@ -81,9 +83,10 @@ class ProgramTrials:
     def device(self) -> ChildDevice:
         """Where the program runs; the first trial is run to see it."""
         if self._device is None:
-            trial = self._run(self._first, budget_bytes=self.target.budget_bytes)
-            self._ran[trial.size].unseen_s = trial.elapsed_s
-            if self._device is None:  # its first run was out of memory before it had chosen a device
+            with contextlib.suppress(TimeIsOver):  # the search asks for this trial again, and ends
+                trial = self._run(self._first, budget_bytes=self.target.budget_bytes)
+                self._ran[trial.size].unseen_s = trial.elapsed_s
+            if self._device is None:  # its first run has ended before it had chosen a device
                 self._see("cpu", self.target.budget_bytes or ram_bytes())
         assert self._device is not None
         return self._device
@@ -145,6 +148,8 @@ class ProgramTrials:
     ) -> tuple[Trial, Reports]:
         """One run of the command, as long as `pace` has it, and what its ranks have reported."""
         followed = self._follow_run(request, pace, budget_bytes)
+        if followed.is_cut_off:
+            raise TimeIsOver
         reports = followed.reports
         self.world_size = max(self.world_size, reports.world_size)
         fitted = [size for size, known in self._ran.items() if known.trial.fits]
@@ -172,7 +177,7 @@ class ProgramTrials:
         run = start_run(target.template, request.size, settings)
         followed = FollowedRun(run, request, pace)
         try:
-            followed.follow(timeout_s=target.timeout_s, on_step=target.on_step)
+            followed.follow(timeout_s=target.timeout_s, deadline_s=target.deadline_s, on_step=target.on_step)
             check_seen(run, target.template.words, heard=followed.reports.heard, code=followed.code)
         finally:
             run.end()
