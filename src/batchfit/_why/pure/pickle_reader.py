@@ -1,6 +1,6 @@
 """A reader of pickles that runs nothing: containers, numbers and strings, and everything else is refused.
 
-A pickle is a program. `pickle.load` runs what a file tells it to, and takes what memory it asks for; a memory
+A pickle is a program. `pickle.load` runs what a file asks for, and takes what memory it asks for; a memory
 snapshot comes from another machine, or from a stranger's bug report.
 
 Rules:
