@@ -29,6 +29,7 @@ _EXPORTS = {
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
     "Prediction": "batchfit.results",
+    "OomExplanation": "batchfit.results",
     "ScheduleEvent": "batchfit._schedule.pure.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader.loader",
@@ -42,6 +43,7 @@ _EXPORTS = {
     "check_memory": "batchfit._check.check",
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
+    "explain_oom": "batchfit._why.why",
     "find_batch_size": "batchfit._find.find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
@@ -72,6 +74,7 @@ __all__ = [
     "Microbatcher",
     "MilestoneBatchSizeConfig",
     "NoiseBatchSizeConfig",
+    "OomExplanation",
     "Prediction",
     "ResizableLoader",
     "ScheduleEvent",
@@ -86,6 +89,7 @@ __all__ = [
     "check_memory",
     "errors",
     "explain_memory",
+    "explain_oom",
     "find_batch_size",
     "generation",
     "inference",
@@ -121,10 +125,12 @@ if TYPE_CHECKING:
     from batchfit._schedule.scheduler import BatchSizeScheduler
     from batchfit._sweep.pure.events import SweepEvent
     from batchfit._sweep.sweep import sweep
+    from batchfit._why.why import explain_oom
     from batchfit.results import (
         FitResult,
         MemoryCheck,
         MemoryExplanation,
+        OomExplanation,
         Prediction,
         StepReport,
         SweepRecord,

@@ -21,6 +21,7 @@ Examples:
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
   batchfit check train.py:make_workload --max-increase 2%
+  batchfit why snapshot.pickle
   batchfit profile train.py:make_workload
   batchfit sweep sweep.yaml
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
@@ -143,6 +144,25 @@ Examples:
   batchfit check train.py:make --max-increase 2%
   batchfit check train.py:make --batch-size 8 --max-peak 20GiB --baseline m.json
   batchfit check --markdown comment.md
+
+{CODES}
+"""
+
+WHY_HELP = f"""\
+Say why a process was out of memory, from the snapshot that PyTorch wrote.
+
+SNAPSHOT is a file of torch.cuda.memory._dump_snapshot or batchfit.record_oom,
+of one rank or of several. Shown are the request that failed, what was live,
+cached, fragmented and held by others, who held it, what grew from step to
+step, and what other settings of the allocator would have done.
+
+Nothing in the file is run: it may be a stranger's. No GPU is needed.
+
+Examples:
+  batchfit why snapshot.pickle
+  batchfit why snapshot.pickle --gpu h100 --batch-size 32
+  batchfit why oom_rank*.pickle --report why.html
+  batchfit why snapshot.pickle.gz --json | jq .causes
 
 {CODES}
 """

@@ -28,6 +28,14 @@ from batchfit.results._memory import (
     Prediction,
     WhatIf,
 )
+from batchfit.results._oom import (
+    LastStep,
+    MemoryGrowth,
+    OomCause,
+    OomExplanation,
+    RankMemory,
+    SettingReplay,
+)
 from batchfit.results._run import ProgramRun, ProgramStart
 from batchfit.results._sweep import SkippedConfiguration, SweepRecord, SweepResult
 from batchfit.results._throughput import (
@@ -49,16 +57,22 @@ __all__ = [
     "BottleneckKind",
     "FitResult",
     "Holder",
+    "LastStep",
     "MemoryChange",
     "MemoryCheck",
     "MemoryExplanation",
+    "MemoryGrowth",
     "Moment",
+    "OomCause",
+    "OomExplanation",
     "Outcome",
     "Point",
     "Prediction",
     "ProgramRun",
     "ProgramStart",
+    "RankMemory",
     "Result",
+    "SettingReplay",
     "SkippedConfiguration",
     "StepReport",
     "SweepRecord",
