@@ -54,7 +54,7 @@ def why_not_writable(path: Path) -> str:
 def locked(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Inside, no other search, here or in another process, is inside with the same path.
 
-    One that is in use is waited for up to `wait_s`.
+    Where it is in use, this waits up to `wait_s` until it is free.
     """
     # Beside the file, since that one is replaced each time it is written.
     real = path.resolve()

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def commit(folder: Path) -> None:
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A repository whose baseline says that it was traced with another torch."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
@@ -43,7 +45,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     batchfit.check_memory(workload, name=TARGET, batch_size=SIZE, update=True)
     as_of_another_torch(tmp_path)
     commit(tmp_path)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("train", None)
 
 
 def as_of_another_torch(folder: Path) -> None:

@@ -62,8 +62,11 @@ def run(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
 NAMES = ["test_it.py::test_memory[128]", "test_it.py::test_memory[64]", "test_it.py::test_too_much"]
 
 
-def test_tests_are_compared_with_their_baselines(pytester: pytest.Pytester) -> None:
+def test_tests_are_compared_with_their_baselines(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In this process, which has torch already."""
+    monkeypatch.delitem(sys.modules, "train", raising=False)
     here = "batchfit" in {one.name for one in entry_points(group="pytest11")}
     plugin = () if here else ("-p", "batchfit._check.pytest_plugin")
     pytester.makepyfile(test_it=TESTS, train=PROGRAM)
