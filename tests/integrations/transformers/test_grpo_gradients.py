@@ -146,7 +146,9 @@ def test_so_has_one_whose_loss_has_more_terms(kind: str, variant: str, tmp_path:
     compared(trainer, batch_of(trainer), tolerance=1e-10)
 
 
-@pytest.mark.parametrize(("kind", "correction"), [("dapo", "tokens"), ("grpo", "sequences"), ("vespo", "tokens")])
+@pytest.mark.parametrize(
+    ("kind", "correction"), [("dapo", "tokens"), ("grpo", "sequences"), ("vespo", "tokens")]
+)
 def test_completions_of_vllm_keep_their_importance_ratios(kind: str, correction: str, tmp_path: Path) -> None:
     trainer = tiny.trainer(tmp_path, loss_type=kind, precise=True)
     batch = batch_of(trainer)

@@ -29,7 +29,7 @@ def parameters_of(trainer: Any) -> Any:
 
 def logs_of(trainer: Any) -> list[dict[str, Any]]:
     """What was logged per step, without times and what batchfit adds."""
-    steps = [one for one in trainer.state.log_history if "reward" in one]
+    steps = [one for one in trainer.state.log_history if "entropy" in one]
     return [{name: value for name, value in one.items() if "time" not in name} for one in steps]
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
 )
 
-import trl_cases as cases  # noqa: E402
+import grpo_cases as cases  # noqa: E402
 
 
 @pytest.fixture(scope="module")

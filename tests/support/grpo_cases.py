@@ -40,7 +40,7 @@ def end_of(folder: Path, name: str, *, adapts: int, rank: int) -> dict[str, Any]
         if rank == 1:
             seen = refusing(trainer)
     trainer.train()
-    steps = [one for one in trainer.state.log_history if "reward" in one]
+    steps = [one for one in trainer.state.log_history if "entropy" in one]
     return {
         "weights": torch.cat([one.detach().flatten() for one in trainer.model.parameters()]).tolist(),
         "logs": [{key: value for key, value in one.items() if "time" not in key} for one in steps],
