@@ -133,15 +133,16 @@ def _learn_widest(trainer: Any, model: nn.Module, inputs: Any, *, is_most: bool)
     run = trainer._batchfit
     compared = run.comparing_step(trainer, model, inputs)
     items = None if compared else _items(trainer, inputs)
-    batch = opened(trainer, model, inputs)
+    with same_random_numbers(trainer.args.device):
+        batch = opened(trainer, model, inputs)
     size = rows_of(batch.cut)
     sums = not compared and adds_up(trainer, batch, items)
     microbatcher = run.microbatcher_of(trainer, model, sums=sums)
     step = trainer._batchfit_own_step
 
     def loss_of(micro: Any) -> Any:
-        with batch.exact(micro):
-            return trainer._batchfit_loss(step, model, batch.restored(micro), items if sums else None)
+        counted = items if sums else None
+        return batch.loss(micro, lambda given: trainer._batchfit_loss(step, model, given, counted))
 
     def once(batch_size: int) -> None:
         model.zero_grad()

@@ -143,8 +143,7 @@ class BatchfitMixin:
             if run.options.compared == "error" and not batch.is_whole(micro):
                 check_cut(self, inputs)
             items = items_of(self, micro, batch, num_items_in_batch, sums=sums)
-            with batch.exact(micro):
-                loss = self._batchfit_loss(step, model, batch.restored(micro), items)
+            loss = batch.loss(micro, lambda given: self._batchfit_loss(step, model, given, items))
             return loss if ranks == 1 else loss / ranks
 
         with run.deferring_logs(self.log):

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 
-from batchfit.integrations.trl.kto import kl_of_batch, with_kl, without_kl
+from batchfit.integrations.trl.kto import estimates_of, known_kl, parts_of, rows_of_kto, with_kl, without_kl
 from batchfit.integrations.trl.packed import PackedBatch, is_packed
-from batchfit.integrations.trl.pairs import pair_terms, paired, unpaired
+from batchfit.integrations.trl.pairs import pair_terms, paired, refuse_sorting, unpaired
 from batchfit.integrations.trl.terms import patched, refuse_aux_loss, several_means
 from batchfit.integrations.trl.trainers import has_pairs, name_of
 
@@ -38,6 +38,17 @@ class CutBatch:
     few: Callable[[int], Any]  # the trainer's inputs of the first samples
     outputs_of: Callable[[Any], Any] = lambda outputs: outputs  # rows that the trainer returns, per sample
     joined: Callable[[Any], Any] = lambda outputs: outputs  # and as the trainer returns them
+    parts: Callable[[Any], list[tuple[Any, float]]] = lambda micro: [(micro, 1.0)]  # with losses of their own
+
+    def loss(self, micro: Any, loss_of: Callable[[Any], Any]) -> Any:
+        """What a microbatch adds to the batch's loss, where `loss_of` returns the trainer's own."""
+        total = None
+        for part, share in self.parts(micro):
+            with self.exact(part):
+                loss = loss_of(self.restored(part))
+            loss = loss if share == 1 else loss * share
+            total = loss if total is None else total + loss
+        return total
 
 
 def open_batch(trainer: Any, model: Any, inputs: Any, plain: CutBatch, *, trains: bool = True) -> CutBatch:
@@ -67,14 +78,13 @@ def _with_exact(trainer: Any, batch: CutBatch, terms: Callable[[Any], Any] | Non
         with ExitStack() as stack:
             stack.enter_context(local_metrics(trainer))
             if not batch.is_whole(micro):
+                refuse_sorting(trainer)
                 stack.enter_context(refuse_aux_loss(trainer, batch.cut, micro))
-                if terms is not None:
-                    stack.enter_context(terms(micro))
+            if terms is not None:  # of all of the batch too: a check may join samples twice
+                stack.enter_context(terms(micro))
             yield
 
-    return CutBatch(
-        batch.cut, batch.restored, batch.is_whole, exact, batch.few, batch.outputs_of, batch.joined
-    )
+    return replace(batch, exact=exact)
 
 
 def _packed(trainer: Any, inputs: Any) -> CutBatch:
@@ -90,17 +100,11 @@ def _pairs(trainer: Any, inputs: dict[str, Any]) -> CutBatch:
     def is_whole(micro: Any) -> bool:
         return len(micro["input_ids"]) == count
 
-    def restored(micro: Any) -> dict[str, Any]:
-        return dict(inputs) if is_whole(micro) else unpaired(micro)
-
     def few(samples: int) -> dict[str, Any]:
         return unpaired({name: value[:samples] for name, value in cut.items()})
 
-    batch = CutBatch(
-        cut, restored, is_whole, local_metrics, few, lambda outputs: _pairs_in(outputs), _rows_of_pairs
-    )
-    terms = pair_terms(trainer, cut)
-    return _with_exact(trainer, batch, terms)
+    batch = CutBatch(cut, unpaired, is_whole, local_metrics, few, _pairs_in, _rows_of_pairs)
+    return _with_exact(trainer, batch, pair_terms(trainer, cut))
 
 
 def _pairs_in(outputs: Any) -> Any:
@@ -124,38 +128,19 @@ def _each(outputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _kto(trainer: Any, model: Any, inputs: dict[str, Any], plain: CutBatch, *, trains: bool) -> CutBatch:
-    kl = kl_of_batch(trainer, model, inputs, trains=trains)
-    if kl is None:
+    estimates = estimates_of(trainer, model, inputs, trains=trains)
+    if estimates is None:
         return _with_exact(trainer, plain, None)
-    cut = without_kl(inputs)
+    cut = without_kl(inputs, estimates)
 
     def is_whole(micro: Any) -> bool:
         return len(micro["label"]) == len(cut["label"])
 
     def few(samples: int) -> dict[str, Any]:
-        return with_kl({name: one[:samples] if torch.is_tensor(one) else one for name, one in cut.items()})
+        return with_kl(rows_of_kto(cut, slice(samples)))
 
-    batch = CutBatch(cut, with_kl, is_whole, local_metrics, few)
-    return _with_terms_always(trainer, _with_exact(trainer, batch, None), kl)
-
-
-def _with_terms_always(trainer: Any, batch: CutBatch, kl: torch.Tensor) -> CutBatch:
-    """The KL estimate of the batch in the loss of each of its microbatches."""
-
-    @contextmanager
-    def exact(micro: Any) -> Iterator[None]:
-        first = [True]
-
-        def logps(_: Any, inputs: Any) -> torch.Tensor:
-            rows = kl.expand(len(inputs["label"]))
-            if first and first.pop():
-                return rows
-            return torch.zeros_like(rows)  # of the reference: `kl` is the difference already
-
-        with batch.exact(micro), patched(trainer, "_compute_kl_logps", logps):
-            yield
-
-    return CutBatch(batch.cut, batch.restored, batch.is_whole, exact, batch.few)
+    batch = CutBatch(cut, with_kl, is_whole, local_metrics, few, parts=parts_of)
+    return _with_exact(trainer, batch, lambda micro: known_kl(trainer, estimates.of(micro)))
 
 
 @contextmanager

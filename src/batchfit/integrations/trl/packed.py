@@ -145,7 +145,7 @@ class PackedBatch:
         ]
 
     def is_whole(self, micro: Any) -> bool:
-        return len(micro["sequences"]) == len(self._units)
+        return bool(micro["sequences"] == self._units)  # not any as many: some may come twice in a check
 
     def restored(self, micro: Any) -> dict[str, Any]:
         if self.is_whole(micro):

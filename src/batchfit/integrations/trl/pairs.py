@@ -15,7 +15,10 @@ import torch
 
 from batchfit.errors import BatchfitError
 from batchfit.integrations.trl.terms import patched, share_of
-from batchfit.integrations.trl.trainers import name_of, sorting_loss
+from batchfit.integrations.trl.trainers import name_of
+
+# Losses of DPO that sort the log-probabilities of a batch.
+_SORTING = ("aot", "aot_unpaired")
 
 
 def paired(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -43,9 +46,6 @@ def unpaired(cut: dict[str, Any]) -> dict[str, Any]:
 
 def pair_terms(trainer: Any, cut: dict[str, Any]) -> Callable[[Any], AbstractContextManager[None]] | None:
     """What makes DPO's loss of a microbatch exact; None where it is a mean over pairs as it stands."""
-    name = sorting_loss(trainer)
-    if name is not None:
-        return lambda _: _refusal(name)
     if name_of(trainer) != "DPOTrainer" or "sft" not in trainer.loss_types:
         return None
     tokens = cut["completion_mask"][:, 0, 1:].sum(1)
@@ -69,12 +69,14 @@ def pair_terms(trainer: Any, cut: dict[str, Any]) -> Callable[[Any], AbstractCon
     return terms
 
 
-@contextmanager
-def _refusal(name: str) -> Iterator[None]:
+def refuse_sorting(trainer: Any) -> None:
+    """Refuse to cut a batch with a loss of DPO that compares its pairs."""
+    name = next((one for one in getattr(trainer, "loss_types", ()) if one in _SORTING), None)
+    if name is None:
+        return
     raise BatchfitError(
         f"loss_type={name!r} sorts the log-probabilities of a batch, so its pairs are compared with each "
         "other, and the batch cannot be cut with the same gradients. Lower per_device_train_batch_size until "
         "it fits whole (precompute_ref_log_probs=True and gradient_checkpointing=True save memory), or use a "
         "loss over single pairs ('sigmoid')"
     )
-    yield

@@ -13,8 +13,6 @@ KNOWN = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer
 _GENERATES = "a step generates completions, and keeps them for later steps"
 _REFUSED = dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "GKDTrainer"), _GENERATES)
 _PAIRS = ("DPOTrainer", "RewardTrainer")
-# Losses of DPO that sort the log-probabilities of a batch.
-_SORTING = ("aot", "aot_unpaired")
 
 
 def name_of(trainer: Any) -> str | None:
@@ -87,8 +85,3 @@ def _check_pairs(trainer: Any) -> None:
             "use_weighting=True multiplies the mean of loss_type 'sft' by weights of single pairs, so a "
             "batch cannot be cut with the same gradients. Leave one of them out"
         )
-
-
-def sorting_loss(trainer: Any) -> str | None:
-    """A loss of DPO that compares the samples of a batch."""
-    return next((one for one in getattr(trainer, "loss_types", ()) if one in _SORTING), None)
