@@ -59,6 +59,40 @@ def llama(*, dropout: float = 0.0, kind: str = "LlamaForCausalLM", seed: int = 0
     return getattr(transformers, kind)(config)
 
 
+def model_for(kind: str, **given: Any) -> Any:
+    """The model that a trainer wants."""
+    return llama(
+        **({"kind": "LlamaForSequenceClassification", "num_labels": 1} if kind == "Reward" else {}), **given
+    )
+
+
+def mixtral() -> Any:
+    """A mixture of experts with a load-balancing loss."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=WORDS + 4,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.02,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def lora_config() -> Any:
+    """LoRA whose adapter changes the model from the first step on."""
+    import peft
+
+    return peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+
+
 def text(draw: random.Random, least: int, most: int) -> str:
     return " ".join(f"w{draw.randrange(WORDS)}" for _ in range(draw.randint(least, most)))
 
@@ -110,6 +144,8 @@ def trainer_of(
     **given: Any,
 ) -> Any:
     """A trainer of TRL on the CPU: by default one step of one batch, plain SGD, no clipping."""
+    if kind in ("DPO", "KTO") and more is None:
+        more = {"ref_model": model_for(kind, seed=1)}
     home = importlib.import_module(_HOMES.get(kind, "trl"))
     arguments = {
         "output_dir": str(folder),
@@ -132,10 +168,8 @@ def trainer_of(
         **({"max_length": None} if kind == "SFT" and "max_length" not in given else {}),
         **given,
     }
-    if model is None:
-        model = llama(**({"kind": "LlamaForSequenceClassification", "num_labels": 1} if kind == "Reward" else {}))
     return getattr(home, f"{kind}Trainer")(
-        model=model,
+        model=model_for(kind) if model is None else model,
         args=getattr(home, f"{kind}Config")(**arguments),
         train_dataset=rows(kind, count) if data is None else data,
         processing_class=tokenizer(),
@@ -175,7 +209,9 @@ def gradients_of(trainer: Any, *, steps: int = 1) -> torch.Tensor:
     class Noting(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             found.extend(
-                one.grad.detach().flatten().clone() for one in more["model"].parameters() if one.grad is not None
+                one.grad.detach().flatten().clone()
+                for one in more["model"].parameters()
+                if one.grad is not None
             )
 
     trainer.add_callback(Noting())

@@ -79,7 +79,8 @@ def joined_sequences(
     """The row of these sequences, with all that its collator says of them."""
     spans = [(borders[one], borders[one + 1]) for one in sorted(numbers)]
     lengths = [end - begin for begin, end in spans]
-    tokens, found = borders[-1], {}
+    tokens = borders[-1]
+    found: dict[str, Any] = {}
     for name, value in inputs.items():
         if name in _BORDERS:
             ends = torch.tensor([0, *lengths], dtype=value.dtype).cumsum(0, dtype=value.dtype)
