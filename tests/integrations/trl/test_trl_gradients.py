@@ -108,7 +108,8 @@ def test_a_cut_batch_has_the_gradients_of_the_whole(name: str, tmp_path: Path) -
     for size in (3, 100) if name in QUICK else (1, 2, 3, 100):
         found = gradients(CASES[name], tmp_path, size=size)
         assert off(found, whole) < 1e-10
-        assert size < 100 or torch.equal(found, whole)
+        # Accumulated batches are loaded as one, whose sums are in another order.
+        assert size < 100 or "accumulate" in CASES[name][1] or torch.equal(found, whole)
 
 
 @pytest.mark.parametrize("name", some_slow(["SFT packed", "DPO", "KTO"], is_slow=lambda name: name == "KTO"))

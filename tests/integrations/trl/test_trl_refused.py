@@ -33,7 +33,7 @@ def test_a_loss_that_sorts_a_batch_is_refused_only_where_it_is_cut(loss: str, tm
     trainer.train()
     trainer = adapted("DPO", tmp_path, {"find": False}, loss_type=[loss], batch=4)
     trainer._batchfit.microbatch_size = 2
-    with pytest.raises(BatchfitError, match="sorts the log-probabilities.*precompute_ref_log_probs=True"):
+    with pytest.raises(BatchfitError, match=r"sorts the log-probabilities.*precompute_ref_log_probs=True"):
         trainer.train()
 
 
@@ -61,7 +61,7 @@ def test_a_trainer_that_is_not_known(tmp_path: Path) -> None:
 
     trainer = trainer_of("SFT", tmp_path)
     trainer.__class__ = type("NewTrainer", (type(trainer),), {"__module__": "trl.experimental.new"})
-    with pytest.raises(BatchfitError, match="batches of NewTrainer.*gradient_checkpointing=True"):
+    with pytest.raises(BatchfitError, match=r"batches of NewTrainer.*gradient_checkpointing=True"):
         adapt(trainer)
     trainer.__class__ = type("Mine", (type(trainer).__mro__[1],), {})
     assert adapt(trainer) is trainer

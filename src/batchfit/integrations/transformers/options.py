@@ -16,6 +16,7 @@ import torch
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.rl.checks import check_generating, generates
 from batchfit.integrations.trl.trainers import check_trl
 
 
@@ -149,7 +150,9 @@ def check_trainer(trainer: Any, options: Options) -> None:
             "retried: yours would not be called. Put what it does into compute_loss, or into hooks of "
             "parameters (Tensor.register_post_accumulate_grad_hook)"
         )
-    check_trl(trainer, weight=options.weight, lengths=options.lengths)
+    check_generating(trainer, options)
+    if not generates(type(trainer)):
+        check_trl(trainer, weight=options.weight, lengths=options.lengths)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise BatchfitError(

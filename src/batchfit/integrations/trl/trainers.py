@@ -11,7 +11,7 @@ from batchfit.errors import BatchfitError
 
 KNOWN = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer")
 _GENERATES = "a step generates completions, and keeps them for later steps"
-_REFUSED = dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "GKDTrainer"), _GENERATES)
+_REFUSED = dict.fromkeys(("DistillationTrainer", "GKDTrainer", "OnlineDPOTrainer"), _GENERATES)
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 
 
