@@ -87,7 +87,7 @@ def without_kl(inputs: dict[str, Any], estimates: KlEstimates) -> dict[str, Any]
 
 
 def parts_of(micro: dict[str, Any]) -> list[tuple[Any, float]]:
-    """A microbatch in parts whose samples have one estimate each, and what each counts in its mean."""
+    """The samples of a microbatch by their estimate, and what each group counts in its mean."""
     groups = micro.get(_GROUP)
     if groups is None or len(set(groups)) == 1:
         return [(micro, 1.0)]
