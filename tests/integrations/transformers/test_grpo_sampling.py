@@ -39,9 +39,14 @@ def test_a_part_that_failed_is_drawn_again_from_the_beginning() -> None:
     whole = torch.multinomial(weights()[0], num_samples=1)
     torch.manual_seed(2)
     draws = SharedDraws(CPU)
-    with pytest.raises(KeyError), draws.of_rows(0, 4, ROWS):
-        torch.multinomial(weights()[0][:4], num_samples=1)
-        raise KeyError
+
+    def fails() -> None:
+        with draws.of_rows(0, 4, ROWS):
+            torch.multinomial(weights()[0][:4], num_samples=1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
     with draws.of_rows(0, 4, ROWS):
         assert torch.equal(torch.multinomial(weights()[0][:4], num_samples=1), whole[:4])
 
