@@ -48,8 +48,8 @@ def test_a_small_number_without_a_unit_has_lost_it() -> None:
 
 def test_what_an_oom_says_of_itself() -> None:
     virtual = (
-        "OutOfMemoryError: CUDA out of memory. Tried to allocate 1.53 MiB. This is virtual memory on the CPU, no "
-        "GPU is involved: it has a total capacity of 4.00 MiB of which 0.89 MiB is free; live tensors hold"
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 1.53 MiB. This is virtual memory on the "
+        "CPU, no GPU is involved: it has a total capacity of 4.00 MiB of which 0.89 MiB is free; live"
     )
     assert requested_bytes(virtual) == round(1.53 * 2**20)
     assert in_use_bytes(virtual) == 4 * 2**20 - round(0.89 * 2**20)

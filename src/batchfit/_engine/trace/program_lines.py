@@ -49,6 +49,10 @@ def calling_frame() -> FrameType | None:
     return frame
 
 
+# A value that the line asks for by name: then that is what cannot be traced.
+_READS = re.compile(r"\.item\(|\.tolist\(|\b(float|int|bool)\(")
+
+
 def reading() -> str:
     """What the program does at the line that is running, where it asks for a value: for an error to name."""
     for frame, number in traceback.walk_stack(sys._getframe(2)):
@@ -56,8 +60,8 @@ def reading() -> str:
         if filename.startswith((*TORCH, *HERE, "<")):
             continue
         line = linecache.getline(filename, number, frame.f_globals).strip()
-        is_branch = re.match(r"(if|elif|while|assert)\b", line) is not None
-        return f"data-dependent branch `{line}`" if is_branch and ".item()" not in line else ".item()"
+        is_branch = re.search(r"(^|\s)(if|elif|while|assert)\b", line) and not re.search(_READS, line)
+        return f"data-dependent branch `{line}`" if is_branch else ".item()"
     return ".item()"
 
 
