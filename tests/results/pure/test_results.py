@@ -75,7 +75,7 @@ def test_a_table_and_a_sentence() -> None:
     text = str(fit())
     assert text.splitlines()[0].split() == [
         "size",
-        "outcome",
+        "verdict",
         "steps",
         "peak",
         "reserved",

@@ -245,10 +245,10 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     facts.append(("traced", f"at sizes {sizes} in {elapsed_s:.1f} s"))
     largest = max(row.batch_size for row in found.rows)
     facts += (how_to_use if len(found.rows) == 1 else dataset_note)(largest, first.samples)
-    if next_command:
-        facts.append(("next", next_command))
     if next_command and first.based_on == "no GPU":
         facts.append(("verify", "on the GPU, with batchfit find"))
+    if next_command:
+        facts.append(("next", next_command))
     return [line for label, text in facts for line in fact(label, text, width)]
 
 
@@ -286,7 +286,7 @@ def _confidence(found: Predicted) -> str:
     }[first.based_on]
     share = f"{first.margin:.1%} of each budget left free" if first.margin else "no margin"
     off = f"; the check was {first.check:.2%} off" if first.check >= 0.00005 else ""
-    kernels = f" (kernels of an {first.card} assumed)" if _is_assumed(found) else ""
+    kernels = f" (kernels of an {first.card})" if _is_assumed(found) else ""
     return f"{how}{kernels}; {share}{off}"
 
 
