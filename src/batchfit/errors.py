@@ -16,7 +16,7 @@
     ├── CollectivesError      steps issue collectives that a rank whose step failed cannot issue
     ├── RankMissingError      a rank did not answer in time, or has left with an error of its own
     ├── RankFailedError       another rank raised, so what all had to do together did not happen
-    └── ResultFileError       a result file cannot be read
+    └── ResultFileError       a result file, or a memory snapshot, cannot be read
 
 Wrong arguments are `ValueError` or `TypeError`, raised before any device work; a wrong schedule is a
 `ValueError` that is a `pydantic.ValidationError`, too. An error of the
@@ -331,4 +331,4 @@ class RankFailedError(BatchfitError):
 
 
 class ResultFileError(BatchfitError):
-    """A result could not be read: says which field and why."""
+    """A result or a memory snapshot could not be read: says which field and why."""

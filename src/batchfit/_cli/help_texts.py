@@ -24,6 +24,7 @@ Examples:
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
+  batchfit why snapshot.pickle
   batchfit profile train.py:make_workload
   batchfit sweep sweep.yaml
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
@@ -126,6 +127,25 @@ Examples:
   batchfit explain train.py:make --batch-size 32 --budget 24GiB --plot s.svg
 
 {exit_codes("explain")}
+"""
+
+WHY_HELP = f"""\
+Say why a process was out of memory, from the snapshot that PyTorch wrote.
+
+SNAPSHOT is a file of torch.cuda.memory._dump_snapshot or batchfit.record_oom,
+of one rank or of several. Shown are the request that failed, what was live,
+cached, fragmented and held by others, who held it, what grew from step to
+step, and what other settings of the allocator would have done.
+
+Nothing in the file is run: it may be a stranger's. No GPU is needed.
+
+Examples:
+  batchfit why snapshot.pickle
+  batchfit why snapshot.pickle --gpu h100 --batch-size 32
+  batchfit why oom_rank*.pickle --report why.html
+  batchfit why snapshot.pickle.gz --json | jq .causes
+
+{CODES}
 """
 
 PROFILE_HELP = f"""\

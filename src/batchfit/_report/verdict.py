@@ -12,9 +12,18 @@ from collections.abc import Sequence
 from batchfit._charts.throughput_page import format_rate, format_seconds
 from batchfit._report.files import NothingFits, SchedulePlan
 from batchfit._report.markup import Fact
+from batchfit._report.oom import oom_facts
 from batchfit._report.sweep import sweep_clause, sweep_facts
 from batchfit._units import format_bytes
-from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, SweepResult, ThroughputProfile
+from batchfit.results import (
+    FitResult,
+    MemoryExplanation,
+    OomExplanation,
+    Prediction,
+    Result,
+    SweepResult,
+    ThroughputProfile,
+)
 
 _SAME_BUDGET = 0.02
 _HEADLINES = 3  # more are not read
@@ -24,6 +33,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
     """A headline for each of them, the most important first."""
     fits = [one for one in results if isinstance(one, FitResult)]
     clauses = [_recommended(one) for one in results if isinstance(one, ThroughputProfile)]
+    clauses += [one.summary for one in results if isinstance(one, OomExplanation)]
     clauses += [sweep_clause(one) for one in results if isinstance(one, SweepResult)]
     compared: set[int] = set()
     for fit in fits:
@@ -82,6 +92,8 @@ def _facts(one: Result) -> list[Fact]:
             Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
             *([Fact("largest batch as it is", f"{one.largest:,}")] if one.largest is not None else []),
         ]
+    if isinstance(one, OomExplanation):
+        return oom_facts(one)
     if isinstance(one, SweepResult):
         return sweep_facts(one)
     if isinstance(one, SchedulePlan):

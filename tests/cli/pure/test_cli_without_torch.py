@@ -91,6 +91,7 @@ class TestHelp:
             ("run", "--help"),
             ("predict", "--help"),
             ("explain", "-h"),
+            ("why", "--help"),
             ("doctor", "-h"),
             ("demo", "--help"),
             ("report", "--help"),
@@ -114,6 +115,7 @@ class TestHelp:
             ("run",),
             ("predict",),
             ("explain",),
+            ("why",),
             ("profile",),
             ("sweep",),
             ("report",),
@@ -132,7 +134,7 @@ class TestHelp:
 
     def test_no_line_is_wider_than_a_terminal_shows(self) -> None:
         texts = [value for name, value in vars(help_texts).items() if name.endswith("_HELP")]
-        assert len(texts) == 11
+        assert len(texts) >= 12
         for line in "\n".join([*texts, schedule_flags.HELP, schedule_flags.SHOW_HELP]).splitlines():
             assert len(line) <= 78, line  # of 80, a space on either side
 
@@ -193,6 +195,11 @@ class TestHelp:
             ("predict", "train.py:make", "--gpu", "h100", "--calibrate"),
             ("predict", "train.py:make", "--gpu", "h100", "--plot", "memory.gif"),
             ("predict", "no_such_file.py:make", "--gpu", "h100", "--expandable-segments"),
+            ("why",),
+            ("why", "no_such_file.pickle"),
+            ("why", "no_such_file.pickle", "--gpu", "toaster"),
+            ("why", "no_such_file.pickle", "--batch-size", "0"),
+            ("why", "no_such_file.pickle", "--report", "why.pdf"),
             ("explain", "train.py:make"),
             ("explain", "train.py:make", "--batch-size", "0"),
             ("explain", "train.py:make", "--batch-size", "8", "--budget", "much"),
