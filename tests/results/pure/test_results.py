@@ -141,7 +141,7 @@ def test_messages_carry_their_numbers_and_what_to_do() -> None:
         "Shrink the model or the sequence length, or turn on activation checkpointing."
     )
     text = (
-        "OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 MiB. This is virtual memory on the CPU, "
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 MiB. This is virtual memory on CPU, "
         "no GPU is involved: it has a total capacity of 4.00 MiB of which 1.00 MiB is free; live tensors"
     )
     short = NothingFitsError(1, device="cpu", budget_bytes=4 * 2**20, peak_bytes=3 * 2**20, detail=text)
