@@ -60,6 +60,7 @@ _MORE = {
     "profile": (Code.NOTHING_FITS, Code.RAISED),
     "sweep": (Code.NOTHING_FITS, Code.RAISED, Code.SOME_FAILED),
     "schedule": (Code.RAISED,),
+    "why": (),
     "report": (),
     "init": (),
     "doctor": (),
@@ -68,8 +69,8 @@ _MORE = {
 
 
 def codes_of(command: str) -> tuple[Code, ...]:
-    """The codes with which this command can end; of `batchfit` itself: all."""
-    if not command:
+    """The codes with which this command can end; all, for `batchfit` itself."""
+    if command not in _MORE:
         return tuple(Code)
     always = {Code.FOUND, Code.BROKEN, Code.USAGE, Code.INTERRUPTED, Code.TERMINATED}
     return tuple(code for code in Code if code in always or code in _MORE[command])

@@ -14,6 +14,8 @@ def exit_codes(command: str = "") -> str:
     return "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {MEANINGS[code]}" for code in codes_of(command))
 
 
+CODES = exit_codes()
+
 MAIN_HELP = f"""\
 Find the right batch size for a PyTorch program, and keep it from running out
 of memory.
@@ -145,7 +147,7 @@ Examples:
   batchfit why oom_rank*.pickle --report why.html
   batchfit why snapshot.pickle.gz --json | jq .causes
 
-{CODES}
+{exit_codes("why")}
 """
 
 PROFILE_HELP = f"""\

@@ -130,7 +130,7 @@ class TestHelp:
         lines = [line.split() for line in batchfit_light(*arguments, "--help").stdout.splitlines()]
         listed = [code for code in Code if [str(int(code)), *MEANINGS[code].split()] in lines]
         assert listed == list(codes_of("".join(arguments[:1])))
-        assert len(listed) < len(Code) or not arguments
+        assert len(codes_of("find")) < len(Code)
 
     def test_no_line_is_wider_than_a_terminal_shows(self) -> None:
         texts = [value for name, value in vars(help_texts).items() if name.endswith("_HELP")]
