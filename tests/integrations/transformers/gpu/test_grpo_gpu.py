@@ -11,10 +11,10 @@ from gpu_cap import MIB, capped
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("trl", reason="needs trl")
 
-import trl_models as tiny  # noqa: E402
+import trl_models as tiny
 
-from batchfit.integrations.transformers import adapt  # noqa: E402
-from batchfit.integrations.transformers.rl.sampling import SharedDraws  # noqa: E402
+from batchfit.integrations.transformers import adapt
+from batchfit.integrations.transformers.rl.sampling import SharedDraws
 
 pytestmark = pytest.mark.gpu
 
