@@ -68,6 +68,7 @@ THIRD_PARTY = {
     "omegaconf": {"integrations"},
     "ray": {"integrations"},
     "sentence_transformers": {"integrations"},
+    "trl": {"integrations"},
 }
 HAS_CODE_IN_INIT = {
     "",
