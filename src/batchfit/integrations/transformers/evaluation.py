@@ -17,6 +17,7 @@ from batchfit.integrations.transformers.predictions import (
     per_sample,
 )
 from batchfit.integrations.transformers.reduction import adds_up, items_of
+from batchfit.integrations.transformers.sharding import is_sharded
 
 
 def predict_in_microbatches(
@@ -31,6 +32,8 @@ def predict_in_microbatches(
     shifted = shifts_labels(trainer)
     sums = adds_up(trainer, inputs, items)
     generates = getattr(trainer.args, "predict_with_generate", False) and not loss_only
+    if generates and is_sharded(model):  # each token is a forward with collectives: how many, samples decide
+        return step(model, inputs, loss_only, **options)
     dtypes: set[torch.dtype] = set()
 
     def predict(micro: Any) -> dict[str, Any]:
