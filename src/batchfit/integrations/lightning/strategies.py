@@ -28,10 +28,13 @@ _OTHERS: Final = "use batchfit.find_batch_size and batchfit.Microbatcher by hand
 def check_strategy(trainer: Any, callback: str) -> None:
     """Refuse a strategy under which the callback of this name does not work."""
     names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    why = next(
+        (text for name, text in _REASONS.items() if name in names), ""
+    )  # DeepSpeed's is made from DDP's
     if is_sharded(trainer):
         _check_mesh(trainer, callback)
-    elif not names & {"SingleDeviceStrategy", "DDPStrategy"}:
-        why = next((text for name, text in _REASONS.items() if name in names), _OTHERS)
+    elif why or not names & {"SingleDeviceStrategy", "DDPStrategy"}:
+        why = why or _OTHERS
         raise BatchfitError(
             f"{callback} works on one device, under DDP and under FSDP2, not under "
             f"{type(trainer.strategy).__name__}: {why.format(ranks=trainer.world_size)}"
