@@ -28,9 +28,8 @@ _OTHERS: Final = "use batchfit.find_batch_size and batchfit.Microbatcher by hand
 def check_strategy(trainer: Any, callback: str) -> None:
     """Refuse a strategy under which the callback of this name does not work."""
     names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-    why = next(
-        (text for name, text in _REASONS.items() if name in names), ""
-    )  # DeepSpeed's is made from DDP's
+    # Asked first: DeepSpeed's strategy is made from DDP's.
+    why = next((text for name, text in _REASONS.items() if name in names), "")
     if is_sharded(trainer):
         _check_mesh(trainer, callback)
     elif why or not names & {"SingleDeviceStrategy", "DDPStrategy"}:
