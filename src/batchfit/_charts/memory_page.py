@@ -1,4 +1,4 @@
-"""What holds the memory, on one screen: the page that people open a memory profiler for.
+"""The memory breakdown, on one screen: the page that people open a memory profiler for.
 
 Rules: the answer first (how much, when, where), then who holds it (kinds, modules, source lines), then what
 would change it, best first. It fits in 80 columns and about 30 lines, uses more width where there is some,

@@ -170,7 +170,7 @@ def _cell(
 
 
 def _joined(cells: Iterable[Piece]) -> Line:
-    """Neighbours of one role as one piece."""
+    """Neighbours of one role as one text."""
     line: Line = []
     for text, role in cells:
         if line and line[-1][1] == role:

@@ -1,6 +1,6 @@
 """How a command ends: the one list of exit codes, the error that carries one, and the code of each error.
 
-Rules: a script can tell the outcomes apart by the code alone; `--help` prints this list and a test
+Rules: a script can distinguish the outcomes by the code alone; `--help` prints this list and a test
 compares the two; an interrupt (Ctrl-C) and a SIGTERM take the same way out, so both save what is known.
 """
 

@@ -116,7 +116,7 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
         _profile_table(profiles),
         name="throughput",
         note="The smallest size within reach of the best throughput is enough: beyond it, more memory buys "
-        "hardly any more samples a second.",
+        "hardly any more samples per second.",
     )
     for name, one in profiles:
         lines = [(f"{name}{found.kind}", found.evidence, found.advice) for found in one.diagnosis]
@@ -130,7 +130,7 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
                 + "</li>"
                 for kind, text, advice in lines
             )
-            yield card(f'<h3>What holds it back</h3><ul class="list">{items}</ul>')
+            yield card(f'<h3>Bottleneck</h3><ul class="list">{items}</ul>')
 
 
 def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTable:

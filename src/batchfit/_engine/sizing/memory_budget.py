@@ -122,7 +122,7 @@ class MemoryBudget:
             yield
 
     def shortage(self, what: str, held_bytes: int | None, message: str = "") -> NothingFitsError:
-        """The error for `what` (a batch and its shape) that does not fit, with what holds the memory."""
+        """The error for `what` (a batch and its shape) that does not fit, with its memory breakdown."""
         limit_bytes, models_bytes = self.limit(fresh=True), self._models_bytes()
         parts, advice = [], ""
         if held_bytes is not None:

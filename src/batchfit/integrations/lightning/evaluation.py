@@ -263,7 +263,7 @@ class Evaluation:
             raise BatchfitError(refusal or "another rank cannot cut its batch of validation: see its error")
 
     def _tried(self, done: _Done, micro: Any, size: int) -> dict[str, torch.Tensor]:
-        """The numbers that a microbatch leaves, in parts of so many samples."""
+        """The numbers that a batch leaves, in microbatches of so many samples."""
         own = batchfit.Microbatcher(
             self._trainer.strategy.model,
             batch_norm="ignore",

@@ -16,6 +16,7 @@ import torch
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.rl.checks import check_generating
 from batchfit.integrations.transformers.sharding import check_sharding
 
 
@@ -142,6 +143,7 @@ def check_trainer(trainer: Any, options: Options) -> None:
             "parameters (Tensor.register_post_accumulate_grad_hook)"
         )
     _check_batches(trainer)
+    check_generating(trainer, options)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise BatchfitError(
@@ -158,8 +160,6 @@ _OF_TRL = {  # trainers whose batches cannot be cut, and why
     "DPOTrainer": "each sample is two rows of the batch, a chosen and a rejected one",
     "RewardTrainer": "each sample is two rows of the batch, a chosen and a rejected one",
     "KTOTrainer": "samples are compared with others of their batch",
-    "GRPOTrainer": "a step generates completions, and keeps them for later steps",
-    "RLOOTrainer": "a step generates completions, and keeps them for later steps",
     "DistillationTrainer": "a step generates completions, and keeps them for later steps",
 }
 
