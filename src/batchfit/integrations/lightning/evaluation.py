@@ -198,14 +198,18 @@ class Evaluation:
 
     def _begun(self) -> Callable[[], None]:
         """A microbatch begins; what undoes it, and all after it: nothing of one that fails stays."""
-        saved, lists, attributes = saved_metrics(self._metrics), _lists(self._module), _plain(self._module)
         done = self._now
-        count = 0 if done is None else len(done.micros)
+        assert done is not None
+        # `map` runs in a mode of its own, and the step could not write into copies made in it.
+        mode = partial(torch.inference_mode, done.inference)
+        with mode():
+            saved = saved_metrics(self._metrics), _lists(self._module), _plain(self._module)
+        count = len(done.micros)
 
         def restore() -> None:
-            if done is not None:
-                done.keep(count)
-            self._back(saved, lists, attributes)
+            done.keep(count)
+            with mode():
+                self._back(*saved)
 
         return restore
 
