@@ -1283,6 +1283,9 @@ def test_settings_that_contradict_ours_are_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(trainer.accelerator, "state", SimpleNamespace(fsdp_plugin=plugin))
     with pytest.raises(BatchfitError, match="Set cpu_offload to False in fsdp_config"):
         adapt(trainer)
+    trainer.__class__ = type("KTOTrainer", (Trainer,), {"__module__": "trl"})
+    with pytest.raises(BatchfitError, match="how many forwards a microbatch of KTOTrainer has"):
+        adapt(trainer)
     trainer = adapt(new(), find=False)
     trainer.args.auto_find_batch_size = True  # set later
     with pytest.raises(ValueError, match="auto_find_batch_size must be False"):

@@ -62,6 +62,7 @@ class TrainerRun:
         self.evaluates = False  # inside a microbatch of an evaluation
         self.was_asked = False  # for the number of items, by that microbatch
         self.items: Any = None  # the answer
+        self.longest_sequence = 0  # of batches in one row, so far
         self.searches = False
         self.is_quiet = False  # inside steps that are not the training's, whose logs are dropped
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from batchfit.errors import BatchfitError
+from batchfit.integrations.trl.trainers import name_of
 
 _DEEPSPEED = (
     "DeepSpeed's engine owns backward and the optimizer's step, and partitions gradients in them, so a batch "
@@ -40,6 +41,11 @@ def check_sharding(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise BatchfitError(_FSDP1)
+    if trainer.is_fsdp_enabled and name_of(trainer) == "KTOTrainer":
+        raise BatchfitError(
+            "under FSDP2 each forward has collectives, and the samples decide how many forwards a microbatch "
+            "of KTOTrainer has: ranks would wait for each other. Use DDP, or train without adapt"
+        )
     if type(getattr(plugin, "cpu_offload", None)).__name__ == "CPUOffloadPolicy":
         raise BatchfitError(_OFFLOAD)
 
