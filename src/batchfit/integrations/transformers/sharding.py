@@ -28,8 +28,8 @@ _FSDP1 = (
     'fsdp_config={"fsdp_version": 2}, or fsdp_version: 2 in the config of accelerate'
 )
 _OFFLOAD = (
-    "cpu_offload=True keeps parameters in RAM, from which the search before training cannot tell the device "
-    "of a step. Set cpu_offload to False in fsdp_config, or write a loop of your own with "
+    "cpu_offload=True keeps parameters in RAM, so the search before training would measure RAM and not the "
+    "GPU. Set cpu_offload to False in fsdp_config, or write a loop of your own with "
     'Microbatcher(model, device="cuda")'
 )
 
