@@ -22,7 +22,6 @@ runs_fsdp2 = pytest.mark.skipif(
     not (fsdp2.runs_on_cpu() and fsdp2.can_reset()),
     reason=f"FSDP2 of torch {torch.__version__} cannot run on a CPU, or cannot be reset",
 )
-SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def apart(rank: int, how: str, timeout_s: float | None) -> Any:
