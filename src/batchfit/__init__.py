@@ -27,6 +27,7 @@ _EXPORTS = {
     "Microbatcher": "batchfit._microbatch.microbatcher",
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
+    "Plan": "batchfit.results",
     "Prediction": "batchfit.results",
     "ScheduleEvent": "batchfit._schedule.pure.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
@@ -44,6 +45,7 @@ _EXPORTS = {
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
     "load_schedule": "batchfit.schedules",
+    "plan": "batchfit._plan.plan",
     "predict_batch_size": "batchfit._predict.predict",
     "profile_throughput": "batchfit._profile.profile",
     "report": "batchfit._report.report",
@@ -69,6 +71,7 @@ __all__ = [
     "Microbatcher",
     "MilestoneBatchSizeConfig",
     "NoiseBatchSizeConfig",
+    "Plan",
     "Prediction",
     "ResizableLoader",
     "ScheduleEvent",
@@ -86,6 +89,7 @@ __all__ = [
     "generation",
     "inference",
     "load_schedule",
+    "plan",
     "predict_batch_size",
     "profile_throughput",
     "report",
@@ -108,6 +112,7 @@ if TYPE_CHECKING:
     from batchfit._loader.loader import ResizableLoader
     from batchfit._microbatch.microbatcher import Microbatcher
     from batchfit._noise.gradient_noise import GradientNoise
+    from batchfit._plan.plan import plan
     from batchfit._predict.predict import predict_batch_size
     from batchfit._profile.profile import profile_throughput
     from batchfit._report.report import report
@@ -119,6 +124,7 @@ if TYPE_CHECKING:
     from batchfit.results import (
         FitResult,
         MemoryExplanation,
+        Plan,
         Prediction,
         StepReport,
         SweepRecord,

@@ -26,6 +26,7 @@ from batchfit.results._memory import (
     Prediction,
     WhatIf,
 )
+from batchfit.results._plan import Plan, PlanCell, PlanColumn, PlanRow
 from batchfit.results._run import ProgramRun, ProgramStart
 from batchfit.results._sweep import SkippedConfiguration, SweepRecord, SweepResult
 from batchfit.results._throughput import (
@@ -50,6 +51,10 @@ __all__ = [
     "MemoryExplanation",
     "Moment",
     "Outcome",
+    "Plan",
+    "PlanCell",
+    "PlanColumn",
+    "PlanRow",
     "Point",
     "Prediction",
     "ProgramRun",
