@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from batchfit.results import Plan, PlanCell, PlanColumn
 
 WIDTH = 80
-_CELL = 22
+_CELL = 21
+_LEGEND = (
+    "In a cell: the largest microbatch, its peak, and samples per second beside the best row of that GPU "
+    "(from operations and bytes, not measured). Checkpoint: activation checkpointing of each block."
+)
 
 
 def plan_lines(plan: Plan, *, width: int = WIDTH, plain: bool = False) -> list[Line]:
@@ -32,7 +36,7 @@ def plan_lines(plan: Plan, *, width: int = WIDTH, plain: bool = False) -> list[L
     at_once = max(1, (width - room - 2) // _CELL)
     for first in range(0, len(plan.columns), at_once):
         lines += [[], *_table(plan, range(first, min(first + at_once, len(plan.columns))), room, plain=plain)]
-    lines.append([])
+    lines += [[], *([("  " + part, "dim")] for part in textwrap.wrap(_LEGEND, width - 2)), []]
     for column in plan.columns:
         lines += fact(column.title, _advice(plan, column), width, room=_label_room(plan))
     for note in plan.unseen:

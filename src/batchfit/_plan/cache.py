@@ -1,7 +1,8 @@
 """Cells that were traced before, on disk: a plan that is asked for again takes no time.
 
-Rules: a file per model and length, under batchfit's cache folder; a key has all that a cell depends on (setting,
-GPU, margin, versions). It is a cache: what is wrong with it is a warning in the log, never an error.
+Rules: a file per model and length, under batchfit's cache folder; a key has all that a cell depends on
+(setting, GPU, margin, versions). What is wrong with the file is a warning in the
+log, never an error.
 """
 
 from __future__ import annotations

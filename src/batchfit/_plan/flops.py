@@ -1,27 +1,39 @@
-"""What one sample costs in floating-point operations: one forward and backward on the meta device, counted."""
+"""What one sample costs in floating-point operations, counted in a trace of one step.
+
+Rules: torch's own formulas count products, convolutions and attention; the rest is memory traffic. What
+bitsandbytes' 4-bit products compute has no formula there: they are counted as LoRA's on plain weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
 from torch.utils.flop_counter import flop_registry
 
+from batchfit._engine.allocator.gpus import DEFAULT
+from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.torch_private.dispatch import TorchDispatchMode
+from batchfit._engine.trace.trace import trace
+from batchfit.workload import Workload
 
 
-def counted(run: Callable[[], Tensor]) -> float:
-    """The operations of `run` and of the backward pass of the loss that it returns.
+def flops_per_sample(work: Workload) -> float:
+    """The operations of a step of one sample, forward and backward."""
+    counter = _Counter()
 
-    torch's own formulas count products, convolutions and attention; the rest is memory traffic.
-    """
-    with _Counter() as counter:
-        run().backward()  # type: ignore[no-untyped-call]
+    def step(size: int) -> None:
+        with counter:
+            work.step(size)
+
+    counted = Workload(step, state=work.state)
+    trace(counted, 1, rules=CudaRules(DEFAULT, torch.device("cpu", 1)), steps=1)
     return float(counter.total)
 
 
 class _Counter(TorchDispatchMode):
+    """Sees operations before the recorder does: attention is whole here."""
+
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """A model by its shape, on the meta device: parameters have shapes and no memory; nothing is downloaded.
 
-Rules: transformers builds the model from its configuration, as a training script would. Weights are in bf16 or
-fp32, as the settings say. A batch is what one step of that task reads, of `length` tokens or pixels.
+Rules: transformers builds the model from its configuration, as a training script would. Weights are in bf16
+or fp32, as the settings say. A batch is what one step of that task reads, of `length` tokens or pixels.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def _from_file(path: Path) -> ModelShape:
     except ValueError as error:
         raise TargetError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise TargetError(
-            f"{path} must be a configuration of transformers, with model_type, as config.json is"
-        )
+        raise TargetError(f"{path} must be a configuration of transformers (config.json), with model_type")
     heads = [str(one) for one in config.get("architectures") or ()]
     task: Task = next((task for end, task in _HEADS for one in heads if one.endswith(end)), "causal")
     if config.get("quantization_config"):
@@ -106,6 +104,6 @@ def batches(shape: ModelShape, config: Any, length: int) -> Callable[[int], dict
         if shape.task == "speech":
             sound = torch.empty(n, config.num_mel_bins, _FRAMES, device="meta")
             return {"input_features": sound, "labels": tokens(n)}
-        return {"input_ids": tokens(n), "attention_mask": tokens(n), "labels": tokens(n)}
+        return {"input_ids": tokens(n), "labels": tokens(n)}  # no padding, so no mask
 
     return make

@@ -22,7 +22,7 @@ import batchfit
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._plan.cache import CellCache
 from batchfit._plan.cells import cells_of
-from batchfit._plan.flops import counted
+from batchfit._plan.flops import flops_per_sample
 from batchfit._plan.models import shape_of
 from batchfit._plan.pure.options import PlanGpu, PlanOptions
 from batchfit._plan.pure.settings import Setting, settings_for
@@ -192,7 +192,7 @@ class _Model:
         return [asdict(setting), kernels, self.options.margin, packages]
 
     def _flops_of(self, setting: Setting) -> float:
-        """Counted once for settings that compute the same; 4-bit weights are LoRA's products once unpacked."""
+        """Counted once for settings that compute the same; 4-bit weights are unpacked, then as in LoRA."""
         if setting.computes_as not in self._flops:
             plain = Setting(
                 method="full" if setting.method == "full" else "lora",
@@ -201,10 +201,7 @@ class _Model:
                 rank=setting.rank,
             )
             work = workload_of(self.shape, plain, self.length)
-            parts = work._parts
-            self._flops[setting.computes_as] = counted(
-                lambda: parts["loss_fn"](work.model, parts["source"](1))
-            )
+            self._flops[setting.computes_as] = flops_per_sample(work)
         return self._flops[setting.computes_as]
 
     def close(self) -> None:
@@ -246,7 +243,7 @@ class _Given:
 
 
 def _fields(setting: Setting) -> dict[str, str | int]:
-    return {name: value for name, value in asdict(setting).items()}
+    return asdict(setting)
 
 
 def _version(name: str) -> str:

@@ -31,6 +31,7 @@ from batchfit._explain.what_if import (
 from batchfit._plan.models import batches, build
 from batchfit._plan.pure.settings import Setting
 from batchfit._plan.pure.shapes import ModelShape
+from batchfit.errors import UntraceableError
 from batchfit.workload import Workload, training
 
 _BLOCK: Final = 64  # weights that share a scale in bitsandbytes' 4-bit formats
@@ -44,8 +45,8 @@ def workload_of(shape: ModelShape, setting: Setting, length: int) -> Workload:
     dtype = torch.float32 if setting.weights == "fp32" and setting.method == "full" else torch.bfloat16
     model: Any = build(shape, dtype=dtype)
     config = model.config
-    if setting.method == "qlora":
-        _in_4bit(model)
+    if setting.method == "qlora" and not _in_4bit(model):
+        raise UntraceableError("", "", "it has no nn.Linear that bitsandbytes could hold in 4 bits")
     if setting.method != "full":
         model = _with_lora(model, shape, setting.rank)
     _checkpoint(model, setting)
@@ -105,14 +106,17 @@ def _optimizer(setting: Setting, parameters: list[Tensor]) -> torch.optim.Optimi
     return torch.optim.AdamW(parameters, lr=1e-5, fused=True)  # as transformers' Trainer does
 
 
-def _in_4bit(model: Any) -> None:
-    """Every linear layer but the head as one of 4 bits, without any weights."""
+def _in_4bit(model: Any) -> int:
+    """Every linear layer but the head as one of 4 bits, without any weights: how many there are."""
+    count = 0
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and layer is not head:
                 setattr(parent, name, _quantised(layer))
+                count += 1
     model.is_loaded_in_4bit = True
+    return count
 
 
 def _quantised(layer: nn.Linear) -> nn.Module:

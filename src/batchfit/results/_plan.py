@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from batchfit._charts.plan_page import as_markup, plan_lines
 from batchfit._charts.text import as_text
 from batchfit.results._base import SCHEMA_VERSION, Result
@@ -63,7 +65,7 @@ class PlanRow(Result):
     """One setting, with a cell per GPU.
 
     Attributes:
-        setting: its name ("LoRA r16, bf16, AdamW, checkpoint all blocks").
+        setting: its name ("LoRA r16, bf16, AdamW, checkpoint").
         method: "full", "lora", "qlora", or "as it is" where a workload was planned.
         options: the setting's fields, for what is to be pasted into a program.
         cells: one per column of the plan.
@@ -72,7 +74,7 @@ class PlanRow(Result):
 
     setting: str
     method: str
-    options: dict[str, str | int] = {}
+    options: dict[str, str | int] = Field(default_factory=dict)
     cells: tuple[PlanCell, ...] = ()
     note: str = ""
 

@@ -1,8 +1,8 @@
 """`batchfit plan`: which settings of a model or a workload fit on which GPU.
 
-Rules: a target with a colon (`train.py:make`) is a workload; anything else is a model's name or configuration.
-The flags are options of `plan`; one screen (`batchfit._charts.plan_page`), as `print(batchfit.plan(...))`
-gives.
+Rules: a target with a colon (`train.py:make`) is a workload; anything else is a model's name or
+configuration. The flags are options of `plan`; one screen (`batchfit._charts.plan_page`), as
+`print(batchfit.plan(...))` gives.
 """
 
 from __future__ import annotations

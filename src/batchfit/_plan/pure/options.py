@@ -1,7 +1,7 @@
 """The options of a plan: the keywords of `plan`, and the flags of `batchfit plan`.
 
-Rules: as in `_find.pure.options`. A GPU is a name, a name with a number of them ("h100x8"), or a name with its
-memory ("a100=32GiB", for a GPU that is not known, or only a part of one).
+Rules: as in `_find.pure.options`. A GPU is a name, a name with a number of them ("h100x8"), or a name with
+its memory ("a100=32GiB", for a GPU that is not known, or only a part of one).
 """
 
 from __future__ import annotations

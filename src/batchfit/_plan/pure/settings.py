@@ -21,7 +21,7 @@ Loss = Literal["whole", "chunked"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 _METHOD_NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 _OPTIMIZER_NAMES = {"adamw": "AdamW", "adamw8bit": "8-bit AdamW", "sgd": "SGD"}
-_CHECKPOINT_NAMES = {"none": "", "half": "checkpoint every 2nd block", "all": "checkpoint all blocks"}
+_CHECKPOINT_NAMES = {"none": "", "half": "checkpoint 1 of 2", "all": "checkpoint"}
 
 
 @final
@@ -29,8 +29,8 @@ _CHECKPOINT_NAMES = {"none": "", "half": "checkpoint every 2nd block", "all": "c
 class Setting:
     """How a model is trained.
 
-    `weights`: dtype of the parameters; fp32 ones are trained under bf16 autocast. `shards`: GPUs that weights,
-    gradients and optimizer state are divided over (FSDP2); 1 for none.
+    `weights`: dtype of the parameters; fp32 ones are trained under bf16 autocast. `shards`: GPUs that
+    weights, gradients and optimizer state are divided over (FSDP2); 1 for none.
     """
 
     method: Method = "full"
@@ -43,9 +43,9 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """`LoRA r16, bf16, AdamW, checkpoint all blocks`."""
+        """`LoRA r16, bf16, AdamW, checkpoint, chunked loss`."""
         method = _METHOD_NAMES[self.method] + (f" r{self.rank}" if self.method != "full" else "")
-        weights = {"full": {"fp32": "fp32 + autocast", "bf16": "bf16"}[self.weights], "qlora": "nf4"}
+        weights = {"full": {"fp32": "autocast", "bf16": "bf16"}[self.weights], "qlora": "nf4"}
         parts = [method, weights.get(self.method, "bf16"), _OPTIMIZER_NAMES[self.optimizer]]
         parts += [_CHECKPOINT_NAMES[self.checkpointing]] if self.checkpointing != "none" else []
         parts += ["chunked loss"] if self.loss == "chunked" else []

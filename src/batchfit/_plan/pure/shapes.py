@@ -386,9 +386,9 @@ def shape_named(text: str) -> ModelShape:
     close = list(dict.fromkeys(names[one].name for one in get_close_matches(key, names, n=6, cutoff=0.5)))[:4]
     near = f" Close names: {', '.join(close)}." if close else ""
     raise TargetError(
-        f"{text!r} is none of the {len(SHAPES)} models that batchfit knows without a download.{near} Give the "
-        "path of its config.json instead, or a workload (file.py:name); `batchfit plan --list-models` lists "
-        "all names"
+        f"{text!r} is none of the {len(SHAPES)} models that batchfit knows without a download.{near} Give "
+        "the path of its config.json instead, or a workload (file.py:name); `batchfit plan --list-models` "
+        "lists all names"
     )
 
 

@@ -1,4 +1,4 @@
-"""From cells to a table: relative speeds, costs, the recommended row of each GPU, and what to do where none fits.
+"""From cells to a table: relative speeds, costs, the recommended row, and what to do where none fits.
 
 Rules: the recommended row is the one with the most predicted samples per second that fits; of rows within 1 %
 of each other the first, which trains more. Where nothing fits, the row that needs the least is named.
@@ -117,6 +117,6 @@ def _remedy(rows: Sequence[PlanRow | RowCells], at: int, gpu: PlanGpu) -> str:
         return ""
     least, name = min(cells, key=lambda one: one[0].peak_bytes)
     return (
-        f"the least is needed by {name}: {format_bytes(least.peak_bytes)} for one sample. A shorter --seq-len, "
-        f"or a GPU with more than {format_bytes(gpu.gpu.usable_bytes)}"
+        f"the least is needed by {name}: {format_bytes(least.peak_bytes)} for one sample. Try a shorter "
+        f"--seq-len, or a GPU with more than {format_bytes(gpu.gpu.usable_bytes)}"
     )
