@@ -4,6 +4,7 @@ Rules:
 - GPUs are alike where torch takes the same attention kernels there; what cuBLAS keeps is put in for each.
   Staging buffers of reductions are those of the GPU that was traced (kilobytes).
 - A cell is `predict_batch_size`'s answer, with the same margin and the same allocator.
+- Several GPUs are DDP: each holds the whole model, and buckets with a copy of every gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from batchfit._engine.allocator.footprint import Footprint, Trace
 from batchfit._engine.allocator.gpus import Gpu
@@ -90,7 +92,8 @@ def cells_of(
         traced = trace_source(source, budget_bytes=largest.usable_bytes)
         notes |= dict.fromkeys(traced.unseen)
         for at in alike:
-            found[at] = _cell(traced, columns[at].gpu, margin, flops_per_sample)
+            beside = _bucket_bytes(reach) if columns[at].count > 1 else 0
+            found[at] = _cell(traced, columns[at].gpu, margin, flops_per_sample, beside)
     return found, tuple(notes)
 
 
@@ -103,10 +106,19 @@ def _alike(columns: Sequence[PlanGpu]) -> Iterator[list[int]]:
     yield from groups.values()
 
 
-def _cell(traced: TracedWorkload, gpu: Gpu, margin: float, flops_per_sample: float) -> Cell:
+def _bucket_bytes(reach: StepReach) -> int:
+    """What DDP's reducer holds: as much as all gradients."""
+    models = [part for part in reach.parts if isinstance(part, nn.Module)]
+    parameters = {id(one): one for model in models for one in model.parameters() if one.requires_grad}
+    return sum(one.numel() * one.element_size() for one in parameters.values())
+
+
+def _cell(
+    traced: TracedWorkload, gpu: Gpu, margin: float, flops_per_sample: float, beside_bytes: int
+) -> Cell:
     own = traced if gpu == traced.rules.gpu else _for(traced, gpu)
     share = max(margin, margin_of(own, "no GPU"))
-    oracles = Oracles([Oracle(own, allocator_rules(), (0.0, 0.0))])
+    oracles = Oracles([Oracle(own, allocator_rules(), (float(beside_bytes), 0.0))])
     found = oracles.largest(gpu.usable_bytes, share, None)
     if found is None:
         return Cell(0, oracles.of(1).peak(1))

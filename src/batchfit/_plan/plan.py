@@ -29,7 +29,7 @@ from batchfit._plan.pure.settings import Setting, settings_for
 from batchfit._plan.pure.shapes import ModelShape
 from batchfit._plan.pure.speed import Cell
 from batchfit._plan.pure.table import RowCells, table_of
-from batchfit._plan.workloads import own_changes, workload_of
+from batchfit._plan.workloads import InapplicableError, own_changes, workload_of
 from batchfit.errors import UntraceableError
 from batchfit.results import Plan, PlanRow
 from batchfit.workload import Workload, as_workload
@@ -102,7 +102,7 @@ def plan_with(
             report(row.name, number, len(wanted))
         try:
             cells, unseen = row.cells()
-        except UntraceableError as error:
+        except (UntraceableError, InapplicableError) as error:
             rows.append(PlanRow(setting=row.name, method=row.method, options=row.options, note=str(error)))
             continue
         notes |= dict.fromkeys(unseen)
@@ -118,7 +118,7 @@ def plan_with(
         margin=options.margin,
         columns=columns,
         rows=done,
-        unseen=(*subject.notes, *notes, *dict.fromkeys(caveats)),
+        unseen=(*subject.notes, *_of_several(options.columns), *notes, *dict.fromkeys(caveats)),
         traced=subject.traced,
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
@@ -189,7 +189,7 @@ class _Model:
         gpu = column.gpu
         kernels = [gpu.capability, gpu.multiprocessors, gpu.usable_bytes]
         packages = [_version(name) for name in setting.needs]
-        return [asdict(setting), kernels, self.options.margin, packages]
+        return [asdict(setting), kernels, column.count > 1, self.options.margin, packages]
 
     def _flops_of(self, setting: Setting) -> float:
         """Counted once for settings that compute the same; 4-bit weights are unpacked, then as in LoRA."""
@@ -240,6 +240,15 @@ class _Given:
 
     def close(self) -> None:
         """Nothing is kept: a workload's code may change."""
+
+
+def _of_several(columns: Sequence[PlanGpu]) -> list[str]:
+    if all(one.count == 1 for one in columns):
+        return []
+    return [
+        "several GPUs: DDP, with its gradient buckets; the time to exchange gradients is not in the speeds, "
+        "and FSDP2 is not planned"
+    ]
 
 
 def _fields(setting: Setting) -> dict[str, str | int]:

@@ -31,7 +31,6 @@ from batchfit._explain.what_if import (
 from batchfit._plan.models import batches, build
 from batchfit._plan.pure.settings import Setting
 from batchfit._plan.pure.shapes import ModelShape
-from batchfit.errors import UntraceableError
 from batchfit.workload import Workload, training
 
 _BLOCK: Final = 64  # weights that share a scale in bitsandbytes' 4-bit formats
@@ -40,13 +39,17 @@ _CHUNKS: Final = 16
 IGNORED: Final = -100  # a label that counts for nothing
 
 
+class InapplicableError(Exception):
+    """A setting that this model cannot have; the text says why."""
+
+
 def workload_of(shape: ModelShape, setting: Setting, length: int) -> Workload:
     """One training step of the model under that setting; nothing of it has memory."""
     dtype = torch.float32 if setting.weights == "fp32" and setting.method == "full" else torch.bfloat16
     model: Any = build(shape, dtype=dtype)
     config = model.config
     if setting.method == "qlora" and not _in_4bit(model):
-        raise UntraceableError("", "", "it has no nn.Linear that bitsandbytes could hold in 4 bits")
+        raise InapplicableError("no nn.Linear for bitsandbytes to hold in 4 bits")
     if setting.method != "full":
         model = _with_lora(model, shape, setting.rank)
     _checkpoint(model, setting)

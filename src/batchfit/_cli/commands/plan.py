@@ -19,7 +19,7 @@ from batchfit._cli.exits import Code, CommandFailed, checked_options
 from batchfit._cli.progress import ProgressDisplay
 from batchfit._cli.target import TargetCall, run_on_target
 from batchfit._plan.pure.options import PlanOptions
-from batchfit._plan.pure.paste import pasted
+from batchfit._plan.pure.paste import TRAINERS, pasted
 from batchfit._plan.pure.shapes import model_lines as known_models
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 def plan_target(call: TargetCall, paste: str | None) -> Code:
     """Plan a model by its name, or load a target and plan that."""
     options = checked_options(PlanOptions, call.flags, "plan")
+    if paste is not None and paste not in TRAINERS:
+        raise CommandFailed(Code.USAGE, f"--paste must be one of {', '.join(TRAINERS)}, not {paste!r}")
     if ":" not in call.target:
         return _plan_model(call, options, paste)
 

@@ -136,21 +136,24 @@ def _column(text: str) -> PlanGpu:
     from batchfit._engine.allocator.gpus import DEFAULT, gpu_named
 
     name, _, memory = text.partition("=")
-    if memory:
-        usable = parse_bytes(memory, name="gpus")
-        try:
-            known = gpu_named(name)
-        except ValueError:
-            note = f"{name}: not known, so the kernels of an {DEFAULT.name} are assumed"
-            known = replace(DEFAULT, name=name, measured=False, source="nominal", note=note)
-        return PlanGpu(text, replace(known, usable_bytes=usable))
+    count = 1
     counted = _COUNTED.fullmatch(name)
-    try:
-        return PlanGpu(text, gpu_named(name))
-    except ValueError:
-        if counted is None:
-            raise ValueError(f"{_named_wrong(name)} Its memory can be given: {name}=24GiB") from None
-    return PlanGpu(text, gpu_named(counted["name"]), int(counted["count"]))
+    if counted is not None and not _is_known(name):
+        name, count = counted["name"], int(counted["count"])
+    if not memory:
+        if not _is_known(name):
+            raise ValueError(f"{_named_wrong(name)} Its memory can be given: {name}=24GiB")
+        return PlanGpu(text, gpu_named(name), count)
+    usable = parse_bytes(memory, name="gpus")
+    if _is_known(name):
+        return PlanGpu(text, replace(gpu_named(name), usable_bytes=usable), count)
+    note = f"{name}: not known, so the kernels of an {DEFAULT.name} are assumed"
+    other = replace(DEFAULT, name=name, measured=False, source="nominal", note=note, usable_bytes=usable)
+    return PlanGpu(text, other, count)
+
+
+def _is_known(name: str) -> bool:
+    return not _named_wrong(name)
 
 
 def _named_wrong(name: str) -> str:

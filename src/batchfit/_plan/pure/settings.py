@@ -29,8 +29,7 @@ _CHECKPOINT_NAMES = {"none": "", "half": "checkpoint 1 of 2", "all": "checkpoint
 class Setting:
     """How a model is trained.
 
-    `weights`: dtype of the parameters; fp32 ones are trained under bf16 autocast. `shards`: GPUs that
-    weights, gradients and optimizer state are divided over (FSDP2); 1 for none.
+    `weights`: dtype of the parameters; fp32 ones are trained under bf16 autocast. `rank`: of LoRA's matrices.
     """
 
     method: Method = "full"
@@ -39,7 +38,6 @@ class Setting:
     checkpointing: Checkpointing = "none"
     loss: Loss = "whole"
     rank: int = 16
-    shards: int = 1
 
     @property
     def name(self) -> str:
@@ -49,7 +47,6 @@ class Setting:
         parts = [method, weights.get(self.method, "bf16"), _OPTIMIZER_NAMES[self.optimizer]]
         parts += [_CHECKPOINT_NAMES[self.checkpointing]] if self.checkpointing != "none" else []
         parts += ["chunked loss"] if self.loss == "chunked" else []
-        parts += [f"FSDP2 x{self.shards}"] if self.shards > 1 else []
         return ", ".join(parts)
 
     @property
