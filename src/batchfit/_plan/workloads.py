@@ -73,13 +73,13 @@ def _chunked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     head = whole.get_output_embeddings()
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     hidden = getattr(whole, whole.base_model_prefix)(**inputs).last_hidden_state
-    rows = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-    labels = batch["labels"][:, 1:].reshape(-1)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].reshape(-1)
 
     def summed(rows: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(head(rows).float(), labels, reduction="sum", ignore_index=IGNORED)
 
-    parts = zip(rows.chunk(_CHUNKS), labels.chunk(_CHUNKS), strict=True)
+    parts = zip(rows.tensor_split(_CHUNKS), labels.tensor_split(_CHUNKS), strict=True)
     return sum(checkpoint(summed, *part, use_reentrant=False) for part in parts) / len(labels)
 
 
