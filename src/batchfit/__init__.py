@@ -29,6 +29,7 @@ _EXPORTS = {
     "NoiseBatchSizeConfig": "batchfit.schedules",
     "Plan": "batchfit.results",
     "Prediction": "batchfit.results",
+    "OomExplanation": "batchfit.results",
     "ScheduleEvent": "batchfit._schedule.pure.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader.loader",
@@ -41,6 +42,7 @@ _EXPORTS = {
     "Workload": "batchfit.workload",
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
+    "explain_oom": "batchfit._why.why",
     "find_batch_size": "batchfit._find.find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
@@ -71,6 +73,7 @@ __all__ = [
     "Microbatcher",
     "MilestoneBatchSizeConfig",
     "NoiseBatchSizeConfig",
+    "OomExplanation",
     "Plan",
     "Prediction",
     "ResizableLoader",
@@ -85,6 +88,7 @@ __all__ = [
     "Workload",
     "errors",
     "explain_memory",
+    "explain_oom",
     "find_batch_size",
     "generation",
     "inference",
@@ -121,9 +125,11 @@ if TYPE_CHECKING:
     from batchfit._schedule.scheduler import BatchSizeScheduler
     from batchfit._sweep.pure.events import SweepEvent
     from batchfit._sweep.sweep import sweep
+    from batchfit._why.why import explain_oom
     from batchfit.results import (
         FitResult,
         MemoryExplanation,
+        OomExplanation,
         Plan,
         Prediction,
         StepReport,

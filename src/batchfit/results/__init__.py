@@ -26,6 +26,14 @@ from batchfit.results._memory import (
     Prediction,
     WhatIf,
 )
+from batchfit.results._oom import (
+    LastStep,
+    MemoryGrowth,
+    OomCause,
+    OomExplanation,
+    RankMemory,
+    SettingReplay,
+)
 from batchfit.results._plan import Plan, PlanCell, PlanColumn, PlanRow
 from batchfit.results._run import ProgramRun, ProgramStart
 from batchfit.results._sweep import SkippedConfiguration, SweepRecord, SweepResult
@@ -48,8 +56,12 @@ __all__ = [
     "BottleneckKind",
     "FitResult",
     "Holder",
+    "LastStep",
     "MemoryExplanation",
+    "MemoryGrowth",
     "Moment",
+    "OomCause",
+    "OomExplanation",
     "Outcome",
     "Plan",
     "PlanCell",
@@ -59,7 +71,9 @@ __all__ = [
     "Prediction",
     "ProgramRun",
     "ProgramStart",
+    "RankMemory",
     "Result",
+    "SettingReplay",
     "SkippedConfiguration",
     "StepReport",
     "SweepRecord",
