@@ -32,7 +32,7 @@ def plan_lines(plan: Plan, *, width: int = WIDTH, plain: bool = False) -> list[L
     width = max(width, WIDTH)
     lines: list[Line] = [[(part, "strong")] for part in textwrap.wrap(headline(plan), width)]
     names = max((len(row.setting) for row in plan.rows), default=10)
-    room = min(names, max(width - _CELL - 4, 24))
+    room = min(names, width - min(len(plan.columns), 2) * _CELL - 2)
     at_once = max(1, (width - room - 2) // _CELL)
     for first in range(0, len(plan.columns), at_once):
         lines += [[], *_table(plan, range(first, min(first + at_once, len(plan.columns))), room, plain=plain)]

@@ -35,6 +35,7 @@ from batchfit.results import Plan, PlanRow
 from batchfit.workload import Workload, as_workload
 
 Report = Callable[[str, int, int], None]
+_HAS_BF16 = (8, 0)  # compute capability
 
 
 def plan(
@@ -118,7 +119,7 @@ def plan_with(
         margin=options.margin,
         columns=columns,
         rows=done,
-        unseen=(*subject.notes, *_of_several(options.columns), *notes, *dict.fromkeys(caveats)),
+        unseen=(*subject.notes, *_of_columns(options.columns), *notes, *dict.fromkeys(caveats)),
         traced=subject.traced,
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
@@ -242,13 +243,17 @@ class _Given:
         """Nothing is kept: a workload's code may change."""
 
 
-def _of_several(columns: Sequence[PlanGpu]) -> list[str]:
-    if all(one.count == 1 for one in columns):
-        return []
-    return [
-        "several GPUs: DDP, with its gradient buckets; the time to exchange gradients is not in the speeds, "
-        "and FSDP2 is not planned"
-    ]
+def _of_columns(columns: Sequence[PlanGpu]) -> Iterator[str]:
+    """What holds for some of the GPUs whatever the setting."""
+    if any(one.count > 1 for one in columns):
+        yield (
+            "several GPUs: DDP, with its gradient buckets; the time to exchange gradients is not in the "
+            "speeds, and FSDP2 is not planned"
+        )
+    old = [one.gpu.name for one in columns if one.gpu.capability < _HAS_BF16]
+    if old:
+        names = ", ".join(dict.fromkeys(old))
+        yield f"{names}: no bf16 kernels before Ampere; train in fp16 with a GradScaler there"
 
 
 def _fields(setting: Setting) -> dict[str, str | int]:

@@ -12,8 +12,8 @@ from batchfit._charts.plan_page import as_markup, plan_lines
 from batchfit._charts.text import as_text
 from batchfit._engine.allocator.footprint import Footprint, Origin
 from batchfit._plan.pure.options import PlanOptions
-from batchfit._plan.pure.paste import TRAINERS, pasted
-from batchfit._plan.pure.settings import Setting, settings_for
+from batchfit._plan.pure.paste import pasted
+from batchfit._plan.pure.settings import TRAINERS, Setting, settings_for
 from batchfit._plan.pure.speed import PEAKS, Cell, StepCost
 from batchfit._plan.pure.table import RowCells, table_of
 from batchfit.results import Plan, PlanRow

@@ -28,7 +28,7 @@ from batchfit import (
     ScheduleEvent,
     StepBatchSizeConfig,
 )
-from batchfit._loader.pure.progress import Plan, Progress
+from batchfit._loader.pure.progress import EpochPlan, Progress
 from batchfit._noise.pure.estimate import NoiseReading
 
 STEP = StepBatchSizeConfig(step_size=20, gamma=2, max_batch_size=2048)

@@ -19,7 +19,7 @@ from batchfit._cli.exits import Code, CommandFailed, checked_options
 from batchfit._cli.progress import ProgressDisplay
 from batchfit._cli.target import TargetCall, run_on_target
 from batchfit._plan.pure.options import PlanOptions
-from batchfit._plan.pure.paste import TRAINERS, pasted
+from batchfit._plan.pure.settings import TRAINERS
 from batchfit._plan.pure.shapes import model_lines as known_models
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def _fits(found: Plan) -> bool:
 def _to_paste(found: Plan, paste: str | None) -> list[Line]:
     if paste is None:
         return []
+    from batchfit._plan.pure.paste import pasted
+
     lines: list[Line] = []
     for column in found.columns:
         row = found.best(column.title)

@@ -6,12 +6,9 @@ Lightning 2.5, torchtune 0.6). A setting that a trainer cannot be given by argum
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
+from batchfit._plan.pure.settings import TRAINERS
 from batchfit.results import PlanCell, PlanRow
 
-Trainer = Literal["transformers", "trl", "lightning", "torchtune"]
-TRAINERS: tuple[str, ...] = get_args(Trainer)
 _OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd"}
 
 

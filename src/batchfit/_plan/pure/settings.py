@@ -19,6 +19,7 @@ Checkpointing = Literal["none", "half", "all"]
 Loss = Literal["whole", "chunked"]
 
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+TRAINERS = ("transformers", "trl", "lightning", "torchtune")  # whose arguments can be pasted
 _METHOD_NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 _OPTIMIZER_NAMES = {"adamw": "AdamW", "adamw8bit": "8-bit AdamW", "sgd": "SGD"}
 _CHECKPOINT_NAMES = {"none": "", "half": "checkpoint 1 of 2", "all": "checkpoint"}
