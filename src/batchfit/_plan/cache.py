@@ -37,7 +37,7 @@ class CellCache:
 
     def get(self, key: Any) -> Cell | None:
         """The cell of that key; None where it was never traced."""
-        found = self._cells.get(_digest(key))
+        found: Any = self._cells.get(_digest(key))
         try:
             size, peak, cost = found
             return Cell(int(size), int(peak), None if cost is None else StepCost(*map(float, cost)))

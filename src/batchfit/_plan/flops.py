@@ -31,10 +31,12 @@ def flops_per_sample(work: Workload) -> float:
     return float(counter.total)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Sees operations before the recorder does: attention is whole here."""
 
-    total = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

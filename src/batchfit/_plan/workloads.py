@@ -80,7 +80,8 @@ def _chunked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(head(rows).float(), labels, reduction="sum", ignore_index=IGNORED)
 
     parts = zip(rows.tensor_split(_CHUNKS), labels.tensor_split(_CHUNKS), strict=True)
-    return sum(checkpoint(summed, *part, use_reentrant=False) for part in parts) / len(labels)
+    total: Tensor = sum(checkpoint(summed, *part, use_reentrant=False) for part in parts)
+    return total / len(labels)
 
 
 def _checkpoint(model: nn.Module, setting: Setting) -> None:

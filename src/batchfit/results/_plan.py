@@ -122,6 +122,9 @@ class Plan(Result):
 
         Returns:
             The row; None where nothing fits there.
+
+        Raises:
+            ValueError: the plan has no such GPU.
         """
         column = next((one for one in self.columns if gpu in (one.title, one.gpu)), None)
         if column is None:

@@ -56,7 +56,7 @@ class Planned(Settable):
     def __init__(self, samples: int, batch_size: int = 256) -> None:
         super().__init__(batch_size)
         self.samples = samples
-        self.schedule: Plan | None = None
+        self.schedule: EpochPlan | None = None
         self.progress = Progress()
 
     def __iter__(self) -> Any:
