@@ -164,7 +164,9 @@ def read(report: Path) -> Results:
         if wrong:
             failed.append({"test": name, "why": first_line(wrong[0].get("message") or "")})
         elif left_out is not None:
-            skipped[reason(left_out.get("message") or "")] += 1
+            said = left_out.get("message") or ""
+            # Of a whole file pytest says why in the text: (path, line, "Skipped: why").
+            skipped[reason((left_out.text or said) if said == "collection skipped" else said)] += 1
         else:
             passed += 1
     failed.sort(key=lambda one: one["test"])
@@ -180,6 +182,8 @@ def first_line(message: str) -> str:
 def reason(message: str) -> str:
     """Why a test was skipped; what pytest says around it is left out."""
     found = re.search(r"could not import '([\w.]+)'", message)
+    inside = re.search(r"""['"]Skipped: (.+)['"]\)$""", message, re.DOTALL)
+    message = inside[1] if inside else message
     return f"needs {found[1]}" if found else first_line(message.removeprefix("Skipped: "))
 
 

@@ -320,7 +320,7 @@ def test_the_allocators_settings_come_from_the_environment(monkeypatch: pytest.M
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     assert not allocator_rules().expandable_segments
     assert allocator_rules(True).expandable_segments
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:3")
     with pytest.raises(ValueError, match="allocator settings must be"):
         predict(batchfit.Workload(never, state=[]), budget="1GiB")
 
@@ -365,7 +365,7 @@ def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
     (caveat,) = [note for note in grown.unseen if note.startswith("expandable segments: replayed")]
     assert "for the GPU's own memory" in caveat
     set_to = "expandable_segments:True,per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True"
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", set_to)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", set_to)
     capped = predict(work, gpu="h200", budget=GIB)
     assert capped.batch_size < grown.batch_size, "torch asks the cap about the whole request"
     assert "throw_on_cudamalloc_oom not replayed" in capped.unseen[-2]
@@ -421,7 +421,7 @@ def test_without_calibration_what_is_held_beside_the_workload_counts(monkeypatch
 def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")  # a torch of later may take it
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:3")  # a torch of later may take it
     assert Foresight.of(wide(), budget_bytes=GIB) is None
 
     def broken(*_: object, **__: object) -> None:

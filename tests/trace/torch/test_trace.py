@@ -824,6 +824,10 @@ def test_a_mask_that_a_model_makes_for_itself_and_that_hides_nothing_is_left_out
             n for n, o in zip(found.sizes, found.origins, strict=True) if o.operation == "aten.where.self"
         ]
 
+    if hf.__version__.startswith("4."):  # it asks a mask for its values, also in a trace
+        with pytest.raises(UntraceableError, match="reads a value that depends on the data"):
+            kept(hidden=3)
+        return
     assert 2 * 32 * 32 * 4 in kept(hidden=3)
     assert kept(hidden=0) == []
 
