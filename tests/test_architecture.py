@@ -37,7 +37,7 @@ LEVELS = (
     {"_engine.virtual_memory"},
     {"_files", "_engine.device"},
     {"results", "testing", "_noise", "_engine.batch", "_engine.cuda_model", "_engine.snapshot"},
-    {"_loader", "_report", "_engine.distributed", "_engine.sizing", "_engine.workload"},
+    {"_loader", "_report", "_why", "_engine.distributed", "_engine.sizing", "_engine.workload"},
     {"_schedule", "_engine.data_parallel", "_engine.store", "_engine.trace", "_engine.trial"},
     {"_predict", "_rerun", "_engine.optimizer_step", "integrations"},
     {"_explain", "_find", "_microbatch"},
@@ -67,6 +67,7 @@ THIRD_PARTY = {
     "omegaconf": {"integrations"},
     "ray": {"integrations"},
     "sentence_transformers": {"integrations"},
+    "trl": {"integrations"},
 }
 HAS_CODE_IN_INIT = {
     "",

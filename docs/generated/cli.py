@@ -23,18 +23,21 @@ from batchfit._options import flags_in
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._sweep.pure.options import SweepOptions
+from batchfit._why.pure.options import WhyOptions
 
 # The function of each command, and the value that holds its keywords.
 FUNCTIONS: dict[str, tuple[str, Any]] = {
     "find": ("find_batch_size", FindOptions),
     "predict": ("predict_batch_size", PredictOptions),
     "explain": ("explain_memory", ExplainOptions),
+    "why": ("explain_oom", WhyOptions),
     "profile": ("profile_throughput", ProfileOptions),
     "sweep": ("sweep", SweepOptions),
     "report": ("report", None),
 }
 REPORT_KEYWORDS = {"results": "result", "output": "path", "title": "title"}
 PAGES = {"find_batch_size": "find", "predict_batch_size": "predict", "explain_memory": "explain"}
+PAGES |= {"explain_oom": "why"}
 PAGES |= {"profile_throughput": "profile", "sweep": "sweep", "report": "report"}
 
 

@@ -19,6 +19,7 @@ READ = {
     "find": ("FitResult", "batch_size", "peak_bytes", "budget_bytes", "stopped_because", "trials"),
     "predict": ("Prediction", "batch_size", "peak_bytes", "peak_phase", "based_on", "unseen"),
     "explain": ("MemoryExplanation", "peak_bytes", "largest", "kinds", "modules", "what_ifs"),
+    "why": ("OomExplanation", "causes", "requested_at", "lines", "growth", "settings"),
     "profile": ("ThroughputProfile", "recommended", "points", "diagnosis", "reason"),
     "sweep": ("SweepResult", "summary", "records", "planned"),
 }
@@ -27,6 +28,7 @@ EXACT = {  # one invocation per command, that answers and ends
     "run": "batchfit run -- python train.py --batch-size {}",
     "predict": "batchfit predict train.py:make_workload --gpu h100 --json",
     "explain": "batchfit explain train.py:make_workload --batch-size 32 --gpu h100 --json",
+    "why": "batchfit why snapshot.pickle --json",
     "profile": "batchfit profile train.py:make_workload --json",
     "sweep": "batchfit sweep sweep.yaml --output results.json --json",
     "report": "batchfit report fit.json -o report.html",

@@ -28,6 +28,7 @@ _EXPORTS = {
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
     "Prediction": "batchfit.results",
+    "OomExplanation": "batchfit.results",
     "ScheduleEvent": "batchfit._schedule.pure.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader.loader",
@@ -40,6 +41,7 @@ _EXPORTS = {
     "Workload": "batchfit.workload",
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
+    "explain_oom": "batchfit._why.why",
     "find_batch_size": "batchfit._find.find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
@@ -69,6 +71,7 @@ __all__ = [
     "Microbatcher",
     "MilestoneBatchSizeConfig",
     "NoiseBatchSizeConfig",
+    "OomExplanation",
     "Prediction",
     "ResizableLoader",
     "ScheduleEvent",
@@ -82,6 +85,7 @@ __all__ = [
     "Workload",
     "errors",
     "explain_memory",
+    "explain_oom",
     "find_batch_size",
     "generation",
     "inference",
@@ -116,9 +120,11 @@ if TYPE_CHECKING:
     from batchfit._schedule.scheduler import BatchSizeScheduler
     from batchfit._sweep.pure.events import SweepEvent
     from batchfit._sweep.sweep import sweep
+    from batchfit._why.why import explain_oom
     from batchfit.results import (
         FitResult,
         MemoryExplanation,
+        OomExplanation,
         Prediction,
         StepReport,
         SweepRecord,

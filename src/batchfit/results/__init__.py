@@ -26,6 +26,14 @@ from batchfit.results._memory import (
     Prediction,
     WhatIf,
 )
+from batchfit.results._oom import (
+    LastStep,
+    MemoryGrowth,
+    OomCause,
+    OomExplanation,
+    RankMemory,
+    SettingReplay,
+)
 from batchfit.results._run import ProgramRun, ProgramStart
 from batchfit.results._sweep import SkippedConfiguration, SweepRecord, SweepResult
 from batchfit.results._throughput import (
@@ -47,14 +55,20 @@ __all__ = [
     "BottleneckKind",
     "FitResult",
     "Holder",
+    "LastStep",
     "MemoryExplanation",
+    "MemoryGrowth",
     "Moment",
+    "OomCause",
+    "OomExplanation",
     "Outcome",
     "Point",
     "Prediction",
     "ProgramRun",
     "ProgramStart",
+    "RankMemory",
     "Result",
+    "SettingReplay",
     "SkippedConfiguration",
     "StepReport",
     "SweepRecord",

@@ -591,9 +591,9 @@ class TestTerminal:
         assert code == Code.FOUND, text
         assert bool(COLOUR.search(text)) is not no_colour
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-        assert re.search(r"size  outcome +steps +memory  of budget", plain)
+        assert re.search(r"size  verdict +steps +memory  of budget", plain)
         assert re.search(r"1[56]  sustained +3  █+", plain)
-        assert plain.count("outcome") == 1  # the rows stand there already: no second table
+        assert plain.count("verdict") == 1  # the rows stand there already: no second table
         assert "\x1b[?25h" in text  # the cursor is back
 
 

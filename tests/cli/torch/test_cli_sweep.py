@@ -25,12 +25,12 @@ from torch import nn
 
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult
-from batchfit._cli.commands import sweep as command
-from batchfit._cli.commands.sweep import sweep_file
-from batchfit._cli.commands.sweep_file import NEEDED, OPTIONAL, SweepFile
-from batchfit._cli.commands.sweep_flags import SweepFlags
-from batchfit._cli.commands.sweep_table import Pace, SweepLines, SweepTable, column_widths
 from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.sweep import sweep as command
+from batchfit._cli.sweep.sweep import sweep_file
+from batchfit._cli.sweep.sweep_file import NEEDED, OPTIONAL, SweepFile
+from batchfit._cli.sweep.sweep_flags import SweepFlags
+from batchfit._cli.sweep.sweep_table import Pace, SweepLines, SweepTable, column_widths
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.grid import plan
 from batchfit._sweep.pure.options import SweepOptions

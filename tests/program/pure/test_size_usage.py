@@ -20,7 +20,7 @@ def test_a_program_that_uses_the_size() -> None:
 
 def test_accumulation_is_said_with_both_sizes() -> None:
     text = wrong_use([use(8, samples=8), use(64, samples=8, passes=8)])
-    assert "at 8 a step is 1 forward passes of 8 samples, at 64 it is 8 of 8" in text
+    assert "at 8 a step is 1 x 8 samples, at 64 it is 8 x 8, so" in text
 
 
 def test_a_size_that_changes_nothing() -> None:

@@ -898,6 +898,9 @@ def saves(model: Any, batch: Any) -> torch.Tensor:
     return loss
 
 
+BRANCH = "return loss * 2 if loss > 3 else loss"
+
+
 @torch.library.custom_op("batchfit_tests::opaque", mutates_args=())
 def opaque(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -912,7 +915,7 @@ def custom(model: Any, batch: Any) -> torch.Tensor:
     [
         (masks, "aten.nonzero.default", "out > 0", "the shape of its result depends on the data"),
         (branches, ".item()", "loss.item()", "depends on the data"),
-        (compares, ".item()", "loss > 3", "depends on the data"),
+        (compares, f"data-dependent branch `{BRANCH}`", "loss > 3", "depends on the data"),
         (lists, ".item()", "tolist", "depends on the data"),
         (finds, "aten.nonzero.default", "nonzero", "the shape of its result depends on the data"),
         (leaves, ".numpy()", "numpy", "depend on the data"),

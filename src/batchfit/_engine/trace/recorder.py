@@ -38,7 +38,7 @@ from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
 from batchfit._engine.trace.host import HostTensors
-from batchfit._engine.trace.program_lines import calling_line
+from batchfit._engine.trace.program_lines import calling_line, reading
 from batchfit._engine.trace.quantised import kind_is_made_of_tensors, parts_of
 from batchfit._engine.trace.recorded_reads import RecordedReads, Value
 from batchfit._engine.trace.values import KnownValues, LibraryReads
@@ -275,7 +275,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         if answer is not None:
             return answer
         error = UntraceableError(
-            ".item()", calling_line(), "the program reads a value that depends on the data"
+            reading(), calling_line(), "the program reads a value that depends on the data"
         )
         self.refused.append(error)
         raise error

@@ -48,9 +48,9 @@ def wrong_use(uses: Sequence[SizeUse]) -> str:
             continue
         if small.passes and large.passes >= _MORE_PASSES * small.passes:
             return (
-                f"the program cuts its batch itself: at {small.size} a step is {small.passes} forward passes "
-                f"of {small.samples} samples, at {large.size} it is {large.passes} "
-                f"of {large.samples} (gradient accumulation), so memory does not grow. "
+                f"the program cuts its batch itself (gradient accumulation): at {small.size} a step is "
+                f"{small.passes} x {small.samples} samples, at {large.size} it is {large.passes} x "
+                f"{large.samples}, so memory does not grow. "
                 "Put {} in the place of the size of a microbatch"
             )
         return (

@@ -216,7 +216,7 @@ class Evaluation:
                 )
 
     def _tried(self, done: _Done, micro: Any, size: int) -> dict[str, torch.Tensor]:
-        """The numbers that a microbatch leaves, in parts of so many samples."""
+        """The numbers that a batch leaves, in microbatches of so many samples."""
         own = batchfit.Microbatcher(
             self._trainer.strategy.model,
             batch_norm="ignore",

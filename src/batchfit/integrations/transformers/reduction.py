@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 import batchfit
-from batchfit.integrations.transformers.losses import divides_by_items, first_rows, is_whole
+from batchfit.integrations.transformers.losses import divides_by_items
 from batchfit.integrations.transformers.probing import evaluating, same_random_numbers, uncounted
+from batchfit.integrations.trl.cutting import CutBatch
 
 log = logging.getLogger("batchfit")
 
@@ -24,7 +25,7 @@ _MOST_PROBES = 3
 _ANSWERS = (False, None, True)  # the smallest index of all ranks counts
 
 
-def adds_up(trainer: Any, inputs: Any, items: Any) -> bool:
+def adds_up(trainer: Any, batch: CutBatch, items: Any) -> bool:
     """Whether losses of microbatches of this batch add up to its loss; the same on all ranks."""
     run, given = trainer._batchfit, getattr(trainer, "loss_is_scaled_for_ga", None)
     if given is not None or items is None:
@@ -33,7 +34,7 @@ def adds_up(trainer: Any, inputs: Any, items: Any) -> bool:
         return False
     if run.sums is None and run.probes < _MOST_PROBES:
         run.probes += 1
-        answer = torch.tensor(_ANSWERS.index(_probe(trainer, inputs, items)), device=trainer.args.device)
+        answer = torch.tensor(_ANSWERS.index(_probe(trainer, batch, items)), device=trainer.args.device)
         if trainer.args.world_size > 1:
             answer = trainer.accelerator.gather(answer).min()
         run.sums = _ANSWERS[int(answer)]
@@ -46,9 +47,9 @@ def adds_up(trainer: Any, inputs: Any, items: Any) -> bool:
     return bool(run.sums)
 
 
-def items_of(trainer: Any, micro: Any, inputs: Any, items: Any, *, sums: bool) -> Any:
+def items_of(trainer: Any, micro: Any, batch: CutBatch, items: Any, *, sums: bool) -> Any:
     """The number of items that a microbatch's loss is given: none where it is to be a mean."""
-    if not sums and _is_unknown(trainer) and trainer.args.world_size == 1 and is_whole(micro, inputs):
+    if not sums and _is_unknown(trainer) and trainer.args.world_size == 1 and batch.is_whole(micro):
         return items  # a batch that is not cut: the Trainer's own loss, whatever it is
     return items if sums else None
 
@@ -76,10 +77,10 @@ def _is_unknown(trainer: Any) -> bool:
     return _takes_items(trainer) and not is_set and trainer._batchfit.sums is None
 
 
-def _probe(trainer: Any, inputs: Any, items: Any) -> bool | None:
-    if not hasattr(inputs, "items"):
+def _probe(trainer: Any, batch: CutBatch, items: Any) -> bool | None:
+    if not hasattr(batch.cut, "items"):
         return None
-    rows = trainer._prepare_inputs(first_rows(inputs, _PROBED_ROWS))
+    rows = trainer._prepare_inputs(batch.few(_PROBED_ROWS))
     answers: list[bool | None] = []
 
     def loss_of(count: Any) -> Any:
