@@ -331,7 +331,7 @@ def _forget_unfinished_backward() -> None:
     until the next backward: here is one, of no elements."""
     with unseen(), torch.inference_mode(False), torch.enable_grad():
         nothing = torch.empty(0, device="cpu", requires_grad=True)
-        (nothing * 1).backward(torch.empty(0, device="cpu"))
+        torch.autograd.backward(nothing * 1, torch.empty(0, device="cpu"))
 
 
 def _is_host(message: str, device: Device) -> bool:
