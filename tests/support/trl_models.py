@@ -111,11 +111,12 @@ def trainer(
     model: Any = None,
     data: Any = None,
     precise: bool = False,
+    made: Any = None,
     **given: Any,
 ) -> Any:
     import trl
 
-    made = getattr(trl, f"{kind}Trainer")
+    made = made or getattr(trl, f"{kind}Trainer")
     arguments = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -137,6 +138,8 @@ def trainer(
     if arguments.get("beta", 0.05 if kind == "RLOO" else 0.0):  # the reference model is loaded from there
         model.save_pretrained(folder / "model")
         model.config._name_or_path = str(folder / "model")
+        if torch.distributed.is_initialized():  # one rank saves it
+            torch.distributed.barrier()
     extra = {name: arguments.pop(name) for name in ("eval_dataset", "reward_funcs") if name in arguments}
     return (in_double(made) if precise else made)(
         model=model,

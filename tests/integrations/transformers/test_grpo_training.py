@@ -29,7 +29,7 @@ def parameters_of(trainer: Any) -> Any:
 
 def logs_of(trainer: Any) -> list[dict[str, Any]]:
     """What was logged per step, without times and what batchfit adds."""
-    steps = [one for one in trainer.state.log_history if "reward" in one]
+    steps = [one for one in trainer.state.log_history if "entropy" in one]
     return [{name: value for name, value in one.items() if "time" not in name} for one in steps]
 
 
@@ -206,6 +206,21 @@ def test_training_that_does_not_fit_ends_as_with_enough_memory(
     else:
         assert ours.found is ours.found_generation is None
         assert ("out_of_memory" if phase == "loss" else "generation_out_of_memory") in names
+
+
+def test_short_batches_are_not_held_to_the_size_of_the_longest(tmp_path: Path, living_bytes: int) -> None:
+    """One prompt of the dataset is long: what was found for it is the smallest size, not the largest."""
+    from datasets import Dataset
+
+    texts = [*tiny.prompts(31, longest=3)["prompt"], " ".join(["t5"] * 90)]
+    trainer = small(tmp_path, **LOSS_IS_LARGEST, shuffle_dataset=False)
+    trainer.train_dataset = Dataset.from_dict({"prompt": texts})
+    seen = failing(adapt(trainer), rows=16, gradients=True)
+    with batchfit.virtual_memory(3_000_000 + living_bytes):
+        trainer.train()
+    assert 1 <= trainer.found.batch_size < 16
+    assert seen[-1] == 16
+    assert not any("out_of_memory" in entry for entry in trainer.state.log_history)
 
 
 # --- what is refused, and what else a trainer does

@@ -59,9 +59,9 @@ def generate(
         most=run.generation_size,
         logs="generation_batch_size",
     )
-    width = max(map(len, prompts), default=1)
-    # What is as large as the prompts, so that sizes are learned by how long they are.
-    batch = {"row": torch.arange(total), "width": torch.zeros(total, _rounded(width), dtype=torch.int8)}
+    # As long as prompt and completion may be, so that sizes are learned by their length.
+    length = _rounded(max(map(len, prompts), default=1)) + trainer.max_completion_length
+    batch = {"row": torch.arange(total), "length": torch.zeros(total, length, dtype=torch.int8)}
     completions = microbatcher.map(part_of, batch)
     draws.close()
     return (completions, None) if found["is_pair"] else completions
