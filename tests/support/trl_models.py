@@ -74,6 +74,14 @@ def experts() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
+def reward_model() -> Any:
+    """Scores texts by random weights."""
+    torch.manual_seed(1)
+    config = llama().config
+    config.num_labels = 1
+    return transformers.LlamaForSequenceClassification(config).double()
+
+
 def prompts(count: int = 12, *, longest: int = 12) -> Any:
     from datasets import Dataset
 
@@ -140,7 +148,8 @@ def trainer(
         model.config._name_or_path = str(folder / "model")
         if torch.distributed.is_initialized():  # one rank saves it
             torch.distributed.barrier()
-    extra = {name: arguments.pop(name) for name in ("eval_dataset", "reward_funcs") if name in arguments}
+    names = ("eval_dataset", "reward_funcs", "reward_processing_classes", "peft_config")
+    extra = {name: arguments.pop(name) for name in names if name in arguments}
     return (in_double(made) if precise else made)(
         model=model,
         args=getattr(trl, f"{kind}Config")(**arguments),

@@ -67,6 +67,10 @@ def recording(trainer: Any) -> Iterator[list[Any]]:
 
 def failing(trainer: Any, *, rows: int, gradients: bool, after: int = 0) -> list[int]:
     """Let forwards of more rows be out of memory, from one on; which numbers of rows were run."""
+    return refusing(trainer.model, rows=rows, gradients=gradients, after=after)
+
+
+def refusing(model: Any, *, rows: int, gradients: bool, after: int = 0) -> list[int]:
     seen: list[int] = []
     count = [0]
 
@@ -80,7 +84,7 @@ def failing(trainer: Any, *, rows: int, gradients: bool, after: int = 0) -> list
                 raise torch.OutOfMemoryError(OOM)
         seen.append(len(found))
 
-    trainer.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
     return seen
 
 
@@ -332,6 +336,49 @@ def test_other_settings_train_the_same_with_an_oom_in_each_phase(
     ours = trained(tmp_path / "ours", wrap, **given)
     assert ours.completions == plain.completions
     torch.testing.assert_close(parameters_of(ours), parameters_of(plain), rtol=1e-6, atol=1e-7)
+    same_logs(ours, plain)
+
+
+def test_a_reward_model_scores_in_microbatches(tmp_path: Path) -> None:
+    def rewarded(folder: Path, *, adapts: bool) -> tuple[Any, list[int]]:
+        folder.mkdir()
+        scorer = tiny.reward_model()
+        given = {"reward_funcs": scorer, "reward_processing_classes": tiny.tokenizer()}
+        trainer = tiny.trainer(folder, **given, scale_rewards="none", learning_rate=1.0)
+        seen: list[int] = []
+        if adapts:
+            seen = refusing(scorer.model, rows=3, gradients=False)
+            adapt(trainer, find=False)
+        trainer.train()
+        return trainer, seen
+
+    plain, _ = rewarded(tmp_path / "plain", adapts=False)
+    ours, seen = rewarded(tmp_path / "ours", adapts=True)
+    assert max(seen) <= 3
+    assert len(seen) >= 9  # of three generations of eight
+    torch.testing.assert_close(parameters_of(ours), parameters_of(plain), rtol=1e-6, atol=1e-7)
+    same_logs(ours, plain)
+    assert "forward" not in vars(ours.reward_funcs[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_with_a_reference_model_trains_the_same_with_an_oom_in_each_phase(
+    kind: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+
+    def wrap(trainer: Any) -> Any:
+        failing(trainer, rows=3, gradients=False)
+        failing(trainer, rows=1, gradients=True)
+        return adapt(trainer, find=False)
+
+    def given() -> dict[str, Any]:
+        return {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"]), "kind": kind, "beta": 0.1}
+
+    plain = trained(tmp_path / "plain", **given(), learning_rate=0.1)
+    ours = trained(tmp_path / "ours", wrap, **given(), learning_rate=0.1)
+    assert ours.completions == plain.completions
+    torch.testing.assert_close(parameters_of(ours), parameters_of(plain), rtol=1e-5, atol=1e-6)
     same_logs(ours, plain)
 
 

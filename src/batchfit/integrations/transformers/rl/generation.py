@@ -34,7 +34,7 @@ def generate(
 ) -> Any:
     """What TRL's `_generate_single_turn` (`own`) returns for all prompts."""
     total = len(prompts)
-    if unguarded_generation(trainer) or not _can_be_cut(images, fields, total):
+    if total == 0 or unguarded_generation(trainer) or not _can_be_cut(images, fields, total):
         with keeping_checkpointing(trainer):
             return own(prompts, images, fields, *more, **named)
     run, draws = trainer._batchfit, SharedDraws(trainer.accelerator.device)
