@@ -666,8 +666,16 @@ def test_contradictions_name_both_sides() -> None:
     assert module.sizes == []
     run = trainer(OomProofTraining())
     run.strategy.__class__ = pl.strategies.FSDPStrategy
-    with pytest.raises(BatchfitError, match="not under FSDPStrategy"):
-        run.callbacks[0].setup(run, Own(batch_size=2), "fit")
+    for name, way in (
+        ("FSDPStrategy", r"ModelParallelStrategy\(data_parallel_size=1, tensor_parallel_size=1\)"),
+        (
+            "DeepSpeedStrategy",
+            r"cannot be repeated there.*`batchfit find -- python train.py --batch-size {}`",
+        ),
+    ):
+        run.strategy.__class__ = getattr(pl.strategies, name)
+        with pytest.raises(BatchfitError, match=f"not under {name}: .*{way}"):
+            run.callbacks[0].setup(run, Own(batch_size=2), "fit")
 
 
 def test_a_missing_framework_is_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
