@@ -46,7 +46,7 @@ MEANINGS = {
     Code.NOTHING_FITS: "not even the smallest allowed size fits",
     Code.RAISED: "the target, or a step, raised an error",
     Code.STOPPED: "a limit ended the search before any size ran",
-    Code.UNTRACEABLE: "the step cannot be traced (predict, explain, check); find measures instead",
+    Code.UNTRACEABLE: "the step cannot be traced; find measures instead",
     Code.SOME_FAILED: "some configurations of a sweep failed; the others are in its result",
     Code.MORE_MEMORY: "check: more memory than the baseline or --max-peak allows",
     Code.INTERRUPTED: "interrupted (Ctrl-C); what was found so far is printed and saved",
