@@ -22,12 +22,14 @@ _EXPORTS = {
     "LargestRun": "batchfit._rerun.run_largest",
     "IncreaseBatchSizeConfig": "batchfit.schedules",
     "LinearBatchSizeConfig": "batchfit.schedules",
+    "MemoryCheck": "batchfit.results",
     "MemoryExplanation": "batchfit.results",
     "MicrobatchEvent": "batchfit._engine.sizing.pure.sizes",
     "Microbatcher": "batchfit._microbatch.microbatcher",
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
     "Prediction": "batchfit.results",
+    "OomExplanation": "batchfit.results",
     "ScheduleEvent": "batchfit._schedule.pure.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader.loader",
@@ -38,8 +40,10 @@ _EXPORTS = {
     "ThroughputProfile": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
+    "check_memory": "batchfit._check.check",
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
+    "explain_oom": "batchfit._why.why",
     "find_batch_size": "batchfit._find.find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
@@ -64,11 +68,13 @@ __all__ = [
     "IncreaseBatchSizeConfig",
     "LargestRun",
     "LinearBatchSizeConfig",
+    "MemoryCheck",
     "MemoryExplanation",
     "MicrobatchEvent",
     "Microbatcher",
     "MilestoneBatchSizeConfig",
     "NoiseBatchSizeConfig",
+    "OomExplanation",
     "Prediction",
     "ResizableLoader",
     "ScheduleEvent",
@@ -80,8 +86,10 @@ __all__ = [
     "ThroughputProfile",
     "Trial",
     "Workload",
+    "check_memory",
     "errors",
     "explain_memory",
+    "explain_oom",
     "find_batch_size",
     "generation",
     "inference",
@@ -101,6 +109,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
+    from batchfit._check.check import check_memory
     from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory
@@ -116,9 +125,12 @@ if TYPE_CHECKING:
     from batchfit._schedule.scheduler import BatchSizeScheduler
     from batchfit._sweep.pure.events import SweepEvent
     from batchfit._sweep.sweep import sweep
+    from batchfit._why.why import explain_oom
     from batchfit.results import (
         FitResult,
+        MemoryCheck,
         MemoryExplanation,
+        OomExplanation,
         Prediction,
         StepReport,
         SweepRecord,

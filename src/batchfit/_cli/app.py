@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import batchfit
+from batchfit._check.pure.options import CheckOptions
 from batchfit._cli.commands.schedule_flags import schedule_app
-from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.flags import (
     OUTPUT,
     Command,
@@ -26,6 +26,7 @@ from batchfit._cli.flags import (
     ProgramCommand,
     ProgramEnv,
     ProgramSet,
+    ProjectTarget,
     TargetCommand,
     TargetOrCommand,
     WholeTracebacks,
@@ -41,6 +42,7 @@ from batchfit._cli.flags import (
     show_help,
 )
 from batchfit._cli.help_texts import (
+    CHECK_HELP,
     DEMO_HELP,
     DOCTOR_HELP,
     EXPLAIN_HELP,
@@ -52,12 +54,15 @@ from batchfit._cli.help_texts import (
     REPORT_HELP,
     RUN_HELP,
     SWEEP_HELP,
+    WHY_HELP,
 )
+from batchfit._cli.sweep.sweep_flags import SweepFlags
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._find.pure.options import FindOptions
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._program.pure.run_options import RunOptions
+from batchfit._why.pure.options import WhyOptions
 
 if TYPE_CHECKING:
     from batchfit._cli.delivery import Delivery
@@ -237,6 +242,64 @@ def explain(
     end(lambda: explain_target(call))
 
 
+@app.command(cls=TargetCommand, help=CHECK_HELP)
+@flags_of(CheckOptions)
+def check(
+    context: typer.Context,
+    flags: FlagValues,
+    target: ProjectTarget = None,
+    json: Annotated[bool, json_flag("The checks as JSON, alone on stdout; several are a list.")] = False,
+    output: OutputFile = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Write Markdown to FILE too, for a comment on a pull request.",
+        ),
+    ] = None,
+    traceback: WholeTracebacks = False,
+) -> None:
+    from batchfit._cli.commands.check import check_targets
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
+
+    delivery = Delivery(as_json=json, output=output, markdown=markdown)
+    call = TargetCall(target or "", flags, delivery, traceback, script_arguments(context))
+    end(lambda: check_targets(call))
+
+
+@app.command(cls=Command, help=WHY_HELP)
+@flags_of(WhyOptions)
+def why(
+    snapshots: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SNAPSHOT...", show_default=False, help="Memory snapshots of one process, or of several."
+        ),
+    ],
+    flags: FlagValues,
+    json: Annotated[bool, json_flag("The post-mortem as JSON, alone on stdout.")] = False,
+    output: OutputFile = None,
+    plot: Annotated[Path | None, plot_flag("memory over the recorded history")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Write an HTML page too; it ends in .html.",
+        ),
+    ] = None,
+) -> None:
+    from batchfit._cli.commands.why import explain_snapshots
+    from batchfit._cli.delivery import Delivery
+
+    delivery = Delivery(as_json=json, output=output, plot=plot)
+    end(lambda: explain_snapshots(snapshots, flags, delivery, report=report))
+
+
 @app.command(cls=TargetCommand, help=PROFILE_HELP)
 @flags_of(ProfileOptions)
 def profile(
@@ -275,7 +338,7 @@ def sweep(
     ],
     flags: FlagValues,
 ) -> None:
-    from batchfit._cli.commands.sweep import sweep_file
+    from batchfit._cli.sweep.sweep import sweep_file
 
     end(lambda: sweep_file(file, SweepFlags(**flags)))
 

@@ -591,9 +591,9 @@ class TestTerminal:
         assert code == Code.FOUND, text
         assert bool(COLOUR.search(text)) is not no_colour
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-        assert re.search(r"size  outcome +steps +memory  of budget", plain)
+        assert re.search(r"size  verdict +steps +memory  of budget", plain)
         assert re.search(r"1[56]  sustained +3  █+", plain)
-        assert plain.count("outcome") == 1  # the rows stand there already: no second table
+        assert plain.count("verdict") == 1  # the rows stand there already: no second table
         assert "\x1b[?25h" in text  # the cursor is back
 
 
@@ -659,7 +659,7 @@ class TestCommandLine:
     def test_a_list_of_something_else_is_usage(self) -> None:
         ran = run_here("profile", "train.py:make", "--sizes", "4,x")
         assert ran.exit_code == Code.USAGE
-        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.output
+        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.stderr
 
     def test_gpus_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
