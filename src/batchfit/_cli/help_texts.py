@@ -188,7 +188,7 @@ Examples:
   batchfit plan train.py:make_workload --gpu mygpu=20GiB
   batchfit plan --list-models
 
-{CODES}
+{exit_codes("plan")}
 """
 
 PROFILE_HELP = f"""\
