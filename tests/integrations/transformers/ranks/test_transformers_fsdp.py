@@ -53,7 +53,7 @@ def test_ranks_that_are_out_of_memory_try_again_with_all_and_end_as_one_process(
     model = cases.MODELS[name]()
     one = Trainer(
         model,
-        arguments(tmp_path, **ONCE, per_device_eval_batch_size=10),
+        arguments(tmp_path, **ONCE, per_device_eval_batch_size=5 * len(answers)),
         train_dataset=cases.data_of(name),
         eval_dataset=cases.data_of(name, 20),
     )
