@@ -26,6 +26,7 @@ Examples:
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
+  batchfit check train.py:make_workload --max-increase 2%
   batchfit why snapshot.pickle
   batchfit profile train.py:make_workload
   batchfit sweep sweep.yaml
@@ -129,6 +130,28 @@ Examples:
   batchfit explain train.py:make --batch-size 32 --budget 24GiB --plot s.svg
 
 {exit_codes("explain")}
+"""
+
+CHECK_HELP = f"""\
+Check that TARGET needs no more memory than its baseline, by source line.
+
+The step is traced, as by `batchfit explain`: on any machine, without a GPU, in
+seconds. The peak is compared with a baseline file that lies in git, and the
+lines that changed it are named, the largest change first. It exits with 8
+where the peak has grown by more than --max-increase, or is above --max-peak.
+
+Without TARGET all targets of pyproject.toml are checked:
+  [tool.batchfit.check]
+  max-increase = "2%"
+  targets = ["train.py:make", "evaluate.py:make"]
+
+Examples:
+  batchfit check train.py:make --batch-size 8 --update
+  batchfit check train.py:make --max-increase 2%
+  batchfit check train.py:make --batch-size 8 --max-peak 20GiB --baseline m.json
+  batchfit check --markdown comment.md
+
+{CODES}
 """
 
 WHY_HELP = f"""\

@@ -659,7 +659,7 @@ class TestCommandLine:
     def test_a_list_of_something_else_is_usage(self) -> None:
         ran = run_here("profile", "train.py:make", "--sizes", "4,x")
         assert ran.exit_code == Code.USAGE
-        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.output
+        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.stderr
 
     def test_gpus_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
