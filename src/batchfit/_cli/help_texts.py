@@ -14,8 +14,6 @@ def exit_codes(command: str = "") -> str:
     return "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {MEANINGS[code]}" for code in codes_of(command))
 
 
-CODES = exit_codes()
-
 MAIN_HELP = f"""\
 Find the right batch size for a PyTorch program, and keep it from running out
 of memory.
@@ -151,7 +149,7 @@ Examples:
   batchfit check train.py:make --batch-size 8 --max-peak 20GiB --baseline m.json
   batchfit check --markdown comment.md
 
-{CODES}
+{exit_codes("check")}
 """
 
 WHY_HELP = f"""\
