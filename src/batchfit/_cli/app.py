@@ -22,6 +22,8 @@ from batchfit._cli.flags import (
     Command,
     FlagValues,
     Group,
+    ListGpus,
+    ListModels,
     OutputFile,
     ProgramCommand,
     ProgramEnv,
@@ -165,15 +167,6 @@ def run(
     end(lambda: run_for_real(call))
 
 
-def _list_gpus(wanted: bool) -> None:
-    if wanted:
-        from batchfit._charts.text import as_text
-        from batchfit._cli.commands.predict import gpu_lines
-
-        typer.echo(as_text(gpu_lines()))
-        raise typer.Exit()
-
-
 @app.command(cls=TargetCommand, help=PREDICT_HELP)
 @flags_of(PredictOptions)
 def predict(
@@ -189,16 +182,7 @@ def predict(
     output: OutputFile = None,
     plot: Annotated[Path | None, plot_flag("memory against size")] = None,
     traceback: WholeTracebacks = False,
-    list_gpus: Annotated[
-        bool,
-        typer.Option(
-            "--list-gpus",
-            rich_help_panel=OUTPUT,
-            callback=_list_gpus,
-            is_eager=True,
-            help="Show the GPUs that --gpu knows, and exit.",
-        ),
-    ] = False,
+    list_gpus: ListGpus = False,
 ) -> None:
     from batchfit._cli.commands.predict import predict_target
     from batchfit._cli.delivery import Delivery
@@ -244,15 +228,6 @@ def explain(
     end(lambda: explain_target(call))
 
 
-def _list_models(wanted: bool) -> None:
-    if wanted:
-        from batchfit._charts.text import as_text
-        from batchfit._cli.commands.plan import model_lines
-
-        typer.echo(as_text(model_lines()))
-        raise typer.Exit()
-
-
 @app.command(cls=TargetCommand, help=PLAN_HELP)
 @flags_of(PlanOptions)
 def plan(
@@ -278,16 +253,7 @@ def plan(
     json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
     traceback: WholeTracebacks = False,
-    list_models: Annotated[
-        bool,
-        typer.Option(
-            "--list-models",
-            rich_help_panel=OUTPUT,
-            callback=_list_models,
-            is_eager=True,
-            help="Show the models that are known by name, and exit.",
-        ),
-    ] = False,
+    list_models: ListModels = False,
 ) -> None:
     from batchfit._cli.commands.plan import plan_target
     from batchfit._cli.delivery import Delivery
