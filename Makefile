@@ -25,10 +25,10 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-pure test-torch test-torchtune test-versions test-wheel check bench soak gpu clean
+.PHONY: help demo docs test test-all test-pure test-torch test-torchtune test-versions test-wheel release-check check bench soak gpu clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # pip's own remarks about this machine's package folders are noise; its errors are not.
 QUIET  := 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
@@ -93,6 +93,9 @@ test: $(STAMP)  ## everything that must pass before a change lands (under 10 min
 
 test-wheel: $(STAMP)  ## the wheel in new environments, with no extra and with all of them (15 minutes)
 	$(BIN)/python tests/environments.py
+
+release-check: $(STAMP)  ## sdist and wheel in new environments, the README's commands there, twine; publishes nothing
+	$(BIN)/python tests/release_check.py
 
 test-versions: $(STAMP)  ## every torch from 2.6 to the newest, one environment after another (hours); TORCH=2.15 for one
 	$(BIN)/python tests/versions.py run $(if $(TORCH),--torch $(TORCH))

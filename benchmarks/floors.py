@@ -47,7 +47,7 @@ def own_time(results: Path) -> list[str]:
     rows = [
         (
             "a find",
-            "its trials near the maximum and its soak: the program's own steps are "
+            "its trials near the maximum and its stability check: the program's own steps are "
             f"{share(find, 'the program')} of a find of a small GPT in virtual memory",
             f"two full garbage collections ({share(find, 'batchfit/_torch/here.py')}: before memory is "
             "counted, and after the first trial; all others look at new objects only), counting live tensors "
@@ -57,7 +57,7 @@ def own_time(results: Path) -> list[str]:
             f"a step of {MICROBATCHES} microbatches",
             f"the loop by hand: {share(small, 'the program')} where a microbatch takes "
             f"{each['small']:.0f} ms, {share(tiny, 'the program')} where it takes {each['tiny']:.1f} ms",
-            f"{more:.1f} ms a microbatch on this CPU: cutting, weighing, the way back, random states",
+            f"{more:.1f} ms per microbatch on this CPU: cutting, weighing, what undoes it, random states",
         ),
         (
             "a trace",
@@ -109,7 +109,7 @@ def growth(results: Path) -> list[str]:
         f"- A search takes {ends('batchfit, default')} trials on average for maxima from 2 to 4095; "
         f"{beside}.",
         "- A trace grows with the number of operations, thus with layers, not with parameters: "
-        f"{statistics.median(a_thousand):.1f} s a thousand events, from {models[0]} to {models[-1]}.",
+        f"{statistics.median(a_thousand):.1f} s per thousand events, from {models[0]} to {models[-1]}.",
         f"- A vote of {most} ranks takes {1e3 * votes[most]['vote']:.1f} ms, a gloo all-reduce of one number "
         f"{1e3 * votes[most]['all-reduce']:.1f} ms; with more ranks than cores both wait for a core.",
     ]

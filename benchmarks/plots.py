@@ -133,7 +133,7 @@ def titled(case: str, memory: str) -> str:
 
 
 def ragged(found: Results) -> Any:
-    """Tokens a second by each way, cold and warm, with the same switch for all."""
+    """Tokens per second by each way, cold and warm, with the same switch for all."""
     ways = list(dict.fromkeys(name.split("/")[0] for name, one in found.items() if "cold" in one))
     figure, panels = canvas().subplots(
         1, 2, figsize=(12, 3.4), layout="constrained", sharex=True, sharey=True
@@ -244,7 +244,7 @@ PLOTS = (
     ),
     Plot("prediction", "prediction_h200_*.json", prediction, "The error of each predicted size"),
     Plot("profile", "profile_h200_*.json", profile, "Throughput against the batch size", swept),
-    Plot("ragged", "ragged_h200_*.json", ragged, "Tokens a second on ragged lengths, by each way"),
+    Plot("ragged", "ragged_h200_*.json", ragged, "Tokens per second on ragged lengths, by each way"),
 )
 
 

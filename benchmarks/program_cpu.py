@@ -1,17 +1,20 @@
-"""What `find -- COMMAND` costs: the probe beside a program's steps and start, and runs of a slow starter.
+"""What `find -- COMMAND` costs, and whether it answers as a workload does.
 
-    python benchmarks/program_cpu.py run --out FILE.json [--part step|start|search] [--rounds N]
+    python benchmarks/program_cpu.py run --out FILE.json [--part step|start|search|programs] [--rounds N]
     python benchmarks/program_cpu.py page FILE.json --to FILE.md
 
 Rules: `step`: programs that wait for their turn take blocks of steps, in turn; one has no probe, one has it,
 one has it with the virtual memory that stands for a GPU's limit (on a GPU there is no such cost). `start`:
 CPU time of processes that import torch, in turn, with the probe and without. `search`: one command that
-sleeps 20 s before it trains; each way runs that command, and counts whole starts.
+sleeps 20 s before it trains. Each way runs that command and counts whole starts; the last one is another
+program, changed to search within itself. `programs`: those of tests/program/programs, which nobody adapted,
+by command and as a workload under the same virtual memory; `--program NAME` runs some of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from turns import IN_TURN, about, children_cpu_s, in_turn, made_by, median_ms
 
 Results = dict[str, Any]
 SLEEP_S, BUDGET, START = 20, "16MiB", 256
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 TRAINS = """
 import sys, time, torch
 layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
@@ -52,15 +57,30 @@ for line in sys.stdin:
 SLOW = f"""
 import sys, time, torch
 time.sleep({SLEEP_S})
-size = int(sys.argv[1])
 model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
 optimizer = torch.optim.Adam(model.parameters())
-for step in range(10_000):
-    x = torch.randn(size, 16, 256)
-    loss = (model(x) - x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+def train(size, steps):
+    for step in range(steps):
+        x = torch.randn(size, 16, 256)
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+PLAIN = f"{SLOW}train(int(sys.argv[1]), 10_000)\n"
+# The same program changed: Accelerate's decorator around its loop, and our virtual memory in a GPU's place.
+CHANGED = f"""{SLOW}
+import batchfit
+from accelerate.utils import find_executable_batch_size
+sizes = []
+@find_executable_batch_size(starting_batch_size={START})
+def run(batch_size):
+    sizes.append(batch_size)
+    train(batch_size, 3)
+    return batch_size
+with batchfit.virtual_memory({BUDGET!r}):
+    answer = run()
+print(answer, *sizes)
 """
 
 
@@ -187,53 +207,47 @@ def measure_starts(rounds: int) -> Results:
 
 
 def measure_searches() -> Results:
-    """Answer, starts and seconds of three ways to search with the same slow command."""
+    """Answer, starts and seconds of each way to search with the same slow command."""
     with tempfile.TemporaryDirectory() as place:
-        Path(place, "train.py").write_text(SLOW)
-        before = Path.cwd()
-        os.chdir(place)
-        try:
-            return {
-                "sleep_s": SLEEP_S,
-                "budget": BUDGET,
-                "batchfit": _batchfit("guided"),
-                "batchfit --strategy bisect": _batchfit("bisect"),
-                f"Accelerate's 0.9 rule, from {START}": _accelerate(),
-            }
-        finally:
-            os.chdir(before)
+        folder = Path(place)
+        (folder / "train.py").write_text(PLAIN)
+        (folder / "changed.py").write_text(CHANGED)
+        return {
+            "sleep_s": SLEEP_S,
+            "budget": BUDGET,
+            "ways": {
+                "batchfit": _by_batchfit(folder),
+                "batchfit --strategy bisect": _by_batchfit(folder, "--strategy", "bisect"),
+                f"Accelerate's 0.9 rule from {START}, a start per size": _by_accelerate(folder),
+                f"the program changed: Accelerate's decorator from {START}": _by_changed_program(folder),
+            },
+        }
 
 
-def _target() -> Any:
-    from batchfit._program.pure.template import CommandTemplate
-    from batchfit._program.trials import ProgramTarget
-
-    return ProgramTarget(template=CommandTemplate(words=(sys.executable, "train.py", "{}")))
-
-
-def _batchfit(strategy: str) -> Results:
-    from batchfit._find.find import find_with
-    from batchfit._find.pure.options import FindOptions
-    from batchfit._program.find import program_trials
-
-    options = FindOptions(budget=BUDGET, strategy=strategy, isolate=True)
+def _by_batchfit(folder: Path, *flags: str) -> Results:
+    words = [sys.executable, "-m", "batchfit", "find", "--json", "--no-store", "--budget", BUDGET, *flags]
+    words += ["--", sys.executable, "train.py", "{}"]
     begun = time.perf_counter()
-    fit = find_with(program_trials(_target(), options), lambda: options)
-    sizes = list(dict.fromkeys(trial.size for trial in fit.trials))
-    return {"answer": fit.batch_size, "sizes": sizes, "seconds": time.perf_counter() - begun}
+    ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - begun
+    fit = json.loads(ran.stdout)
+    sizes = list(dict.fromkeys(trial["size"] for trial in fit["trials"]))
+    return {"answer": fit["batch_size"], "sizes": sizes, "starts": len(sizes), "seconds": seconds}
 
 
-def _accelerate() -> Results:
-    """Accelerate's own decorator, around a function that runs the command at a size."""
+def _by_accelerate(folder: Path) -> Results:
+    """Accelerate's own decorator, around a function that runs the command at a size under our probe."""
     import torch
     from accelerate.utils import find_executable_batch_size
 
     from batchfit._engine.trial.trial import TrialRequest
-    from batchfit._program.trials import ProgramTrials
+    from batchfit._program.pure.template import CommandTemplate
+    from batchfit._program.trials import ProgramTarget, ProgramTrials
     from batchfit._units import parse_bytes
 
     sizes: list[int] = []
-    runner = ProgramTrials(_target(), TrialRequest(1, steps=3))
+    template = CommandTemplate(words=(sys.executable, str(folder / "train.py"), "{}"))
+    runner = ProgramTrials(ProgramTarget(template=template), TrialRequest(1, steps=3))
 
     @find_executable_batch_size(starting_batch_size=START)
     def run(batch_size: int) -> int:
@@ -245,7 +259,45 @@ def _accelerate() -> Results:
 
     begun = time.perf_counter()
     answer = run()
-    return {"answer": answer, "sizes": sizes, "seconds": time.perf_counter() - begun}
+    seconds = time.perf_counter() - begun
+    return {"answer": answer, "sizes": sizes, "starts": len(sizes), "seconds": seconds}
+
+
+def _by_changed_program(folder: Path) -> Results:
+    begun = time.perf_counter()
+    words = [sys.executable, "changed.py"]
+    ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    answer, *sizes = map(int, ran.stdout.split())
+    return {"answer": answer, "sizes": sizes, "starts": 1, "seconds": time.perf_counter() - begun}
+
+
+def measure_programs(names: list[str]) -> Results:
+    """Each program's answer by its command and as a workload, with the runs and seconds of both."""
+    sys.path.insert(0, str(SUPPORT))
+    from program_cases import CASES, MORE
+
+    found: Results = {}
+    for case in (*CASES, *MORE):
+        if names and case.name not in names:
+            continue
+        if not all(importlib.util.find_spec(one) for one in case.needs):
+            print(f"{case.name}: skipped, needs {', '.join(case.needs)}", file=sys.stderr)
+            continue
+        found[case.name] = {"command": " ".join(case.command), "budget": case.budget}
+        for way, find in (("by_command", case.by_command), ("as_workload", case.as_workload)):
+            with tempfile.TemporaryDirectory() as place:
+                case.make(Path(place))
+                begun = time.perf_counter()
+                fit = find(Path(place))
+                found[case.name][way] = {
+                    "answer": fit.batch_size,
+                    "sizes": list(dict.fromkeys(trial.size for trial in fit.trials)),
+                    "ooms": sum(trial.outcome == "oom" for trial in fit.trials),
+                    "peak_bytes": fit.peak_bytes,
+                    "seconds": time.perf_counter() - begun,
+                }
+        print(case.name, found[case.name], file=sys.stderr, flush=True)
+    return found
 
 
 def page(found: Results) -> str:
@@ -278,17 +330,35 @@ def page(found: Results) -> str:
         "| way | answer | starts | seconds | sizes |",
         "|---|---|---|---|---|",
     ]
-    for name, one in search.items():
-        if isinstance(one, dict):
-            sizes = ", ".join(map(str, one["sizes"]))
-            lines.append(
-                f"| {name} | {one['answer']} | {len(one['sizes'])} | {one['seconds']:.0f} | {sizes} |"
-            )
+    for name, one in search["ways"].items():
+        sizes = ", ".join(map(str, one["sizes"]))
+        lines.append(f"| {name} | {one['answer']} | {one['starts']} | {one['seconds']:.0f} | {sizes} |")
     lines += [
         "",
         "The answers of batchfit took 25 steps; Accelerate's rule ends with the first size that takes three.",
+        "The last row is another program: one that was changed starts once, whatever it tries.",
+        "",
+        *_of_programs(found["programs"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_programs(found: Results) -> list[str]:
+    """Programs by command and as workloads, as lines."""
+    lines = [
+        "## Programs that nobody adapted",
+        "",
+        "| program | virtual memory | by command | as a workload | starts | OOMs | seconds | of workload |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, one in found.items():
+        command, workload = one["by_command"], one["as_workload"]
+        lines.append(
+            f"| {name} | {one['budget']} | {command['answer']} | {workload['answer']} | "
+            f"{len(command['sizes'])} | {command['ooms']} | {command['seconds']:.0f} | "
+            f"{workload['seconds']:.0f} |"
+        )
+    return [*lines, "", "The programs: `tests/program/programs`; as workloads: `program_workloads.py`."]
 
 
 def main() -> None:
@@ -298,23 +368,27 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("--rounds", type=int, default=15)
-    running.add_argument("--part", choices=("step", "start", "search"), action="append")
+    running.add_argument("--part", choices=("step", "start", "search", "programs"), action="append")
+    running.add_argument("--program", action="append", default=[])
     running.add_argument("--out", type=Path, required=True)
     add_page(commands)
     given = parser.parse_args()
     if given.command == "page":
         write_page(given, page)
         return
+    parts: dict[str, Callable[[], Results]] = {
+        "step": lambda: measure_steps(given.rounds),
+        "start": lambda: measure_starts(given.rounds),
+        "search": measure_searches,
+        "programs": lambda: measure_programs(given.program),
+    }
     found = json.loads(given.out.read_text()) if given.out.exists() else {}
     found["about"] = about("python benchmarks/program_cpu.py run")
-    for part in given.part or ("step", "start", "search"):
-        found[part] = (
-            measure_searches()
-            if part == "search"
-            else measure_steps(given.rounds)
-            if part == "step"
-            else measure_starts(given.rounds)
-        )
+    for part in given.part or parts:
+        made = parts[part]()
+        if part == "programs":
+            made = {**found.get(part, {}), **made}
+        found[part] = made
         given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

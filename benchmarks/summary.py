@@ -1,6 +1,6 @@
 """The tables that answer "why should I use this?", in README (`brief.py`) and docs: of committed JSON.
 
-    python benchmarks/summary.py write     # into README.md and docs/project/benchmarks.md, between comments
+    python benchmarks/summary.py write     # into README.md and pages of docs/project, between comments
     python benchmarks/summary.py check     # exit code 1 where they say something else than the JSON
     python benchmarks/summary.py show
 
@@ -29,9 +29,14 @@ from turns import interval
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- made by benchmarks/summary.py -->", "<!-- end of the summary -->"
-PARTS = {  # what else stands in the docs: its comments
-    name: (f"<!-- {name}, made by benchmarks/summary.py -->", f"<!-- end of {name} -->")
-    for name in ("the goals", "the plots", "own time", "growth")
+PAGES = {  # what else stands in the docs: on which page
+    "the plots": "benchmarks.md",
+    "the goals": "goals.md",
+    "own time": "own-time.md",
+    "growth": "own-time.md",
+}
+PARTS = {  # its comments
+    name: (f"<!-- {name}, made by benchmarks/summary.py -->", f"<!-- end of {name} -->") for name in PAGES
 }
 Results = dict[str, Any]
 PEERS = {  # finders as readers know them
@@ -232,9 +237,11 @@ def inserted(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
 def pages(root: Path) -> dict[Path, str]:
     """The pages as they should be."""
     results = root / "benchmarks" / "results"
-    readme, docs = root / "README.md", root / "docs" / "project" / "benchmarks.md"
+    readme, docs = root / "README.md", root / "docs" / "project"
     links = "../../benchmarks/results/"
-    text = inserted(docs.read_text(encoding="utf-8"), table(results, links=links))
+    found = {docs / name: (docs / name).read_text(encoding="utf-8") for name in set(PAGES.values())}
+    first = docs / "benchmarks.md"
+    found[first] = inserted(found[first], table(results, links=links))
     pictures = [
         f'<img src="{links}{plot.file(results).name}" width="900" alt="{plot.shows}">'
         for plot, _, _ in plots.wanted(results)
@@ -246,9 +253,10 @@ def pages(root: Path) -> dict[Path, str]:
         "growth": floors.growth(results),
     }
     for name, lines in parts.items():
-        text = inserted(text, "\n".join(lines), *PARTS[name])
+        page = docs / PAGES[name]
+        found[page] = inserted(found[page], "\n".join(lines), *PARTS[name])
     short = brief.table(results, links="benchmarks/results/")
-    return {readme: inserted(readme.read_text(encoding="utf-8"), short), docs: text}
+    return {readme: inserted(readme.read_text(encoding="utf-8"), short), **dict(sorted(found.items()))}
 
 
 def main() -> None:

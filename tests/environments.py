@@ -98,16 +98,22 @@ def run_tests(venv: Path, folder: Path, tests: tuple[str, ...], *, required: str
     return subprocess.run(command, cwd=folder, env={**environment(), "BATCHFIT_REQUIRE": required}).returncode
 
 
-def make(name: str, wheel: Path, folder: Path) -> Path:
-    """A new environment from the registries: the wheel with those extras."""
-    venv = folder / f"venv-{name}"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    wanted = f"{wheel}[{','.join(EXTRAS[name])}]" if EXTRAS[name] else str(wheel)
-    pip = [python_of(venv), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+def make(
+    name: str, package: Path, folder: Path, *, extras: tuple[str, ...] = (), tools: tuple[str, ...] = TOOLS
+) -> Path:
+    """A new environment from the registries: the wheel or source archive with those extras, and tools."""
+    wanted = f"{package}[{','.join(extras)}]" if extras else str(package)
     # torch on its own first, as in the Makefile: the resolver then has nothing to choose there.
+    return fill(folder / f"venv-{name}", ("torch",), (wanted, *tools))
+
+
+def fill(venv: Path, *packages: tuple[str, ...]) -> Path:
+    """A new environment with those packages, one group after another, in the versions of the constraints."""
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    pip = [python_of(venv), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pins = [option for file in ("", "-torchtune") for option in ("-c", str(ROOT / f"constraints{file}.txt"))]
-    for packages in (["torch"], [wanted, *TOOLS]):
-        subprocess.run([*pip, *pins, *packages], check=True)
+    for group in packages:
+        subprocess.run([*pip, *pins, *group], check=True)
     return venv
 
 
@@ -121,7 +127,7 @@ def main() -> int:
         sources = without_source(archive, folder / "unpacked")
         for name in EXTRAS:
             began = time.monotonic()
-            venv = make(name, wheel, folder)
+            venv = make(name, wheel, folder, extras=EXTRAS[name])
             made = time.monotonic()
             print(f"environment with {name} of the extras: {made - began:.0f} s", flush=True)
             tests = tuple(given.tests or (*QUICK, *OF_EXTRAS[name]))

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_pages import difference, fences, is_slow, steps
+from doc_pages import difference, fences, is_slow, steps, written
 from doc_runner import Pages, wrong_with
 from generated import filled
+from words import words_that_are_out
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -27,8 +28,6 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 MOST_WORDS = 1200
-# Lists that are looked up, not read.
-ANY_LENGTH = ("docs/reference/", "docs/project/")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +69,11 @@ def test_an_output_differs_where_it_is_not_what_is_printed(shown: str, printed: 
     assert (difference(shown, printed) == "") == same
 
 
+def test_outputs_that_are_put_in_leave_other_blocks_alone() -> None:
+    page = "```console\npip install x\n```\n\n```python\nprint(1)\n```\n\n```text\n0\n```\n"
+    assert written(page, {(5, 0): "1\n"}) == page.replace("\n0\n", "\n1\n")
+
+
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_every_block_of_a_page_is_run_or_says_why_not(name: str) -> None:
     wrong = steps(PAGES[name])[1]
@@ -78,33 +82,8 @@ def test_every_block_of_a_page_is_run_or_says_why_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in PAGES if name.startswith("docs/")))
 def test_a_page_is_short(name: str) -> None:
-    if name.startswith(ANY_LENGTH):
-        return
     words = len(PAGES[name].split())
     assert words <= MOST_WORDS, f"{name} has {words} words: make two of it, or say less"
-
-
-# Words of ours that nobody searches for, and what to say instead.
-OUT = {
-    r"(falls?|lies?|fell|falling) (in|into) pieces": "fragmentation",
-    r"\bpieces?\b|\bin parts\b": "microbatch, or name the thing",
-    r"\bholes?\b": "fragmentation",
-    r"\b(ran|runs?) short\b|\b(after|without) running out\b(?! of memory)": "CUDA out of memory, OOM",
-    r"\b(put|puts|putting|taken|takes) back\b": "restore",
-    r"(?<!class=\"grid )\bcards?\b": "GPU",  # a class of the theme is none
-    r"\b(norms?|values?|times|seconds|sizes) an? (batch|sample|step|token|rank|epoch)\b": "per",
-    r"\bholds? (it|them) back\b": "bottleneck",
-    r"\bwhat (holds?|held) the memory\b": "memory breakdown",
-    r"\b(is|are|was|were|be|not) told\b|\btells?\b": "observation, report, says",
-    r"\btakes? for (itself|themselves)\b": "workspace",
-    r"\b(waits?|waited) for (the|a) device\b|\bis waited for\b": "forces a CUDA synchronization",
-    r"\btalks? to nobody\b|\bin company\b|\bblame": "collectives, process group, rank",
-    r"\b(is|are) void\b|\bdealt (out )?again\b": "discarded and re-batched",
-    r"\bthousand million\b": "5.9B",
-    r"\bunseen\b": "caveat, not measured",
-    r"\bteachers? that follows?\b|\bcritics? with penalt": "WGAN-GP, EMA teacher",
-    r"\banew\b|\bas ever\b|\bfor ever\b|\bmended\b": "again, repeatedly, fixed",
-}
 
 
 def _prose(text: str) -> str:
@@ -118,19 +97,13 @@ def _prose(text: str) -> str:
 
 def _words_that_are_out(name: str) -> list[str]:
     lines = enumerate(_prose(PAGES[name]).splitlines(), 1)
-    found = [
-        f"{name}:{number}: {match[0]!r}: say {better}"
-        for number, line in lines
-        for out, better in OUT.items()
-        for match in [re.search(out, line, re.IGNORECASE)]
-        if match
-    ]
+    found = [f"{name}:{number}: {wrong}" for number, line in lines for wrong in words_that_are_out(line)]
     if re.search(r"\bsoak", _prose(PAGES[name])) and "stability check" not in PAGES[name]:
         found.append(f"{name}: 'soak': say that it is the stability check")
     return found
 
 
-@pytest.mark.parametrize("name", sorted({*PAGES} - {"README.md"}))
+@pytest.mark.parametrize("name", sorted(PAGES))
 def test_a_page_uses_the_words_of_pytorch(name: str) -> None:
     assert not _words_that_are_out(name)
 
@@ -238,6 +211,17 @@ def _test_named(file: str, name: str) -> str | None:
 def test_a_page_names_tests_that_exist(name: str) -> None:
     for file, test in NAMED_TEST.findall(PAGES[name]):
         assert _test_named(file, test) is not None, f"{name}: {file} has no {test}"
+
+
+def test_each_of_the_25_demands_is_answered_and_has_its_test() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGES["docs/reference/supported.md"], re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 26))
+    for number, row in rows:
+        _, answer, where, tests = row.split(" | ") if row.count(" | ") == 3 else (*row.split(" | "), "")
+        kind = re.match(r"(yes|partly|no)\b", answer)
+        assert kind, f"row {number}: {answer}"
+        assert LINK.search(where), f"row {number} leads nowhere"
+        assert kind[1] == "no" or NAMED_TEST.search(tests), f"row {number} names no test"
 
 
 def test_issues_name_tests_of_make_test_on_the_versions_that_are_pinned() -> None:

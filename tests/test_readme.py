@@ -33,6 +33,16 @@ def test_the_first_screen_has_the_install_line_and_the_commands_of_a_clone() -> 
         assert any(line.startswith(wanted) for line in first), wanted
 
 
+def test_a_reader_in_need_meets_the_command_that_changes_nothing_first() -> None:
+    """What an OOM needs is a command, so it stands before every change of a program."""
+    for page in ("README.md", "docs/index.md", "docs/how-to/out-of-memory.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        command = re.search(r"^batchfit (find|run) -- python train.py --batch-size \{\}", text, re.MULTILINE)
+        assert command is not None, page
+        assert text[: command.start()].count("\n") <= 20, page
+        assert "```diff" not in text[: command.start()], page
+
+
 def test_both_sides_of_the_diff_train_alike(living_bytes: int) -> None:
     torch = pytest.importorskip("torch")
     (diff,) = re.findall(r"^```diff\n(.*?)^```", README, re.DOTALL | re.MULTILINE)

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer.main
 
+from batchfit._check.pure.options import CheckOptions
 from batchfit._cli.app import app
 from batchfit._cli.commands.schedule_flags import ShowSettings
 from batchfit._cli.exits import MEANINGS
@@ -23,18 +24,23 @@ from batchfit._options import flags_in
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._sweep.pure.options import SweepOptions
+from batchfit._why.pure.options import WhyOptions
 
 # The function of each command, and the value that holds its keywords.
 FUNCTIONS: dict[str, tuple[str, Any]] = {
     "find": ("find_batch_size", FindOptions),
     "predict": ("predict_batch_size", PredictOptions),
     "explain": ("explain_memory", ExplainOptions),
+    "check": ("check_memory", CheckOptions),
+    "why": ("explain_oom", WhyOptions),
     "profile": ("profile_throughput", ProfileOptions),
     "sweep": ("sweep", SweepOptions),
     "report": ("report", None),
 }
 REPORT_KEYWORDS = {"results": "result", "output": "path", "title": "title"}
 PAGES = {"find_batch_size": "find", "predict_batch_size": "predict", "explain_memory": "explain"}
+PAGES |= {"check_memory": "check"}
+PAGES |= {"explain_oom": "why"}
 PAGES |= {"profile_throughput": "profile", "sweep": "sweep", "report": "report"}
 
 

@@ -16,7 +16,7 @@
     ├── CollectivesError      steps issue collectives that a rank whose step failed cannot issue
     ├── RankMissingError      a rank did not answer in time, or has left with an error of its own
     ├── RankFailedError       another rank raised, so what all had to do together did not happen
-    └── ResultFileError       a result file cannot be read
+    └── ResultFileError       a result file, or a memory snapshot, cannot be read
 
 Wrong arguments are `ValueError` or `TypeError`, raised before any device work; a wrong schedule is a
 `ValueError` that is a `pydantic.ValidationError`, too. An error of the
@@ -37,6 +37,22 @@ _NO_BATCH_HELPS = (
     "Fewer or shorter samples do not help: keep the weights in bf16, freeze most of them (LoRA), shard them "
     "(FSDP), use an optimizer with less state (Adafactor, 8-bit Adam, SGD), or take a larger GPU."
 )
+
+
+def _needs(budget_bytes: int, peak_bytes: int | None, detail: str) -> str:
+    """What a size needs, of what; with numbers that add up where the text of the OOM has them."""
+    from batchfit._units import format_bytes, in_use_bytes, requested_bytes
+
+    budget = format_bytes(budget_bytes)
+    requested, in_use = requested_bytes(detail), in_use_bytes(detail)
+    if requested is not None and in_use is not None:
+        least = format_bytes(in_use + requested)
+        parts = f"{format_bytes(in_use)} in use + {format_bytes(requested)} requested"
+        return f"needs at least {least}: {parts}, of {budget}"
+    if peak_bytes is None:
+        return f"budget {budget}"
+    more = "" if requested is None else f", and {format_bytes(requested)} more requested"
+    return f"peak {format_bytes(peak_bytes)} of {budget}{more}"
 
 
 class NothingFitsError(BatchfitError, RuntimeError):
@@ -79,12 +95,12 @@ class NothingFitsError(BatchfitError, RuntimeError):
         elif phase == "optimizer":
             gone = "Out of memory in the optimizer's step, when what the samples need was free again."
             advice = f"{gone} {_NO_BATCH_HELPS}"
-        peak = f"peak {format_bytes(peak_bytes)} of " if peak_bytes is not None else "budget "
         if not advice and size == 1:
             advice = "Shrink the model or the sequence length, or turn on activation checkpointing."
         elif not advice:
             advice = f"Allow a smaller size than {size} (min_size, multiple_of), or shrink the model."
-        text = f"a batch of {size} does not fit on {device} ({peak}{format_bytes(budget_bytes)}). {advice}"
+        needs = _needs(budget_bytes, peak_bytes, detail)
+        text = f"a batch of {size} does not fit on {device} ({needs}). {advice}"
         super().__init__(f"{text} ({detail})" if detail else text)
 
 
@@ -315,4 +331,4 @@ class RankFailedError(BatchfitError):
 
 
 class ResultFileError(BatchfitError):
-    """A result could not be read: says which field and why."""
+    """A result or a memory snapshot could not be read: says which field and why."""

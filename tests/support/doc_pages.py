@@ -229,7 +229,7 @@ def written(text: str, outputs: dict[tuple[int, int], str]) -> str:
     for block, after in reversed(list(itertools.pairwise(blocks))):
         if block is None or "not run" in block.marks:
             continue
-        if block.language == "console":
+        if block.language == "console" and commands(block):
             shown: list[str] = []
             for number, (command, output) in enumerate(commands(block)):
                 printed = outputs.get((block.line, number), "") if output is not None else ""

@@ -90,6 +90,7 @@ class Pages:
         own = os.pathsep.join(path for path in sys.path if path)
         settings = {
             "PYTHONPATH": own,
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "PYTHONIOENCODING": "utf-8",
             "COLUMNS": "100",
             "OMP_NUM_THREADS": "1",

@@ -1,8 +1,4 @@
-"""Programs that nobody adapted (tests/program/programs), their commands, and what the searches find.
-
-`python tests/support/program_cases.py NAME ...` prints the row of a program: by command, as a workload, runs,
-seconds.
-"""
+"""Programs that nobody adapted (tests/program/programs): their commands, and the searches for their sizes."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,31 +169,3 @@ MORE = (
         needs=("lightning", "jsonargparse"),
     ),
 )
-
-
-def _print_row(case: ProgramCase) -> None:
-    answers, seconds = [], []
-    for find in (case.by_command, case.as_workload):
-        with tempfile.TemporaryDirectory() as place:
-            case.make(Path(place))
-            begun = time.monotonic()
-            answers.append(find(Path(place)))
-            seconds.append(time.monotonic() - begun)
-    command, workload = answers
-    runs = len({trial.size for trial in command.trials})
-    print(
-        f"| {case.name} | {command.batch_size} | {workload.batch_size} | {runs} | {seconds[0]:.0f} | "
-        f"{seconds[1]:.0f} | {[trial.size for trial in command.trials]} {command.peak_bytes} "
-        f"{workload.peak_bytes}",
-        flush=True,
-    )
-
-
-if __name__ == "__main__":
-    names = sys.argv[1:] or [case.name for case in CASES]
-    for one in (*CASES, *MORE):
-        if one.name in names:
-            try:
-                _print_row(one)
-            except AssertionError as error:
-                print(f"| {one.name} | {error}", flush=True)

@@ -203,17 +203,7 @@ def timeline_chart(explanation: MemoryExplanation) -> Chart:
     """Live memory over one step, by kind, one on the other."""
     unit, unit_name = byte_axis(explanation.peak_bytes)
     moments = _thinned(explanation)
-    kinds = [kind for kind in KINDS if any(m.kinds.get(kind) for m in moments)]
-    kinds += sorted({kind for m in moments for kind in m.kinds} - set(KINDS))
-    floors = [0.0] * len(moments)
-    series = []
-    for number, kind in enumerate(kinds):
-        marks = []
-        for n, moment in enumerate(moments):
-            height = floors[n] + real(moment.kinds.get(kind, 0)) / unit
-            marks.append(Mark(moment.at, height, shape="none", low=floors[n]))
-            floors[n] = height
-        series.append(Series(kind, tuple(marks), f"c{number % 7}", line="area", named=True))
+    series, floors = stacked_kinds(moments, KINDS, unit)
     tips = tuple(
         Mark(
             m.at,
@@ -244,6 +234,24 @@ def timeline_chart(explanation: MemoryExplanation) -> Chart:
         tuple(one for one in series if one.marks),
         tuple(Rule(moment.at, moment.phase, "x", role="c5") for moment in begins if moment.phase),
     )
+
+
+def stacked_kinds(
+    moments: Sequence[Moment], order: Sequence[str], unit: int
+) -> tuple[list[Series], list[float]]:
+    """An area per kind of memory, one on the other, and where the last one ends at each moment."""
+    kinds = [kind for kind in order if any(m.kinds.get(kind) for m in moments)]
+    kinds += sorted({kind for m in moments for kind in m.kinds} - set(order))
+    floors = [0.0] * len(moments)
+    series = []
+    for number, kind in enumerate(kinds):
+        marks = []
+        for n, moment in enumerate(moments):
+            height = floors[n] + real(moment.kinds.get(kind, 0)) / unit
+            marks.append(Mark(moment.at, height, shape="none", low=floors[n]))
+            floors[n] = height
+        series.append(Series(kind, tuple(marks), f"c{number % 7}", line="area", named=True))
+    return series, floors
 
 
 def as_cell(chart: Chart) -> str:

@@ -1,4 +1,4 @@
-"""What holds the memory, on one screen: the page that people open a memory profiler for.
+"""The memory breakdown, on one screen: the page that people open a memory profiler for.
 
 Rules: the answer first (how much, when, where), then who holds it (kinds, modules, source lines), then what
 would change it, best first. It fits in 80 columns and about 30 lines, uses more width where there is some,
@@ -32,9 +32,9 @@ def memory_lines(explanation: MemoryExplanation, *, width: int = WIDTH, plain: b
     return [
         *_head(explanation, width),
         [],
-        *_kinds(explanation.kinds, width, plain=plain),
+        *kind_bars(explanation.kinds, width, plain=plain),
         [],
-        *_holders(explanation, width, plain=plain),
+        *two_rankings(explanation.modules, explanation.lines, width, plain=plain),
         *_changes(explanation, width, plain=plain),
         *_unseen(explanation.unseen, width),
     ]
@@ -78,7 +78,8 @@ def headline(explanation: MemoryExplanation) -> str:
     )
 
 
-def _kinds(kinds: Sequence[Holder], width: int, *, plain: bool) -> list[Line]:
+def kind_bars(kinds: Sequence[Holder], width: int, *, plain: bool) -> list[Line]:
+    """A bar for each kind of memory, with its bytes and its share."""
     longest = max((one.share for one in kinds), default=1.0) or 1.0
     names = max((len(one.name) for one in kinds), default=0)
     room = min(width - names - 22, 60)
@@ -93,17 +94,19 @@ def _kinds(kinds: Sequence[Holder], width: int, *, plain: bool) -> list[Line]:
     ]
 
 
-def _holders(explanation: MemoryExplanation, width: int, *, plain: bool) -> list[Line]:
+def two_rankings(
+    modules: Sequence[Holder], sources: Sequence[Holder], width: int, *, plain: bool
+) -> list[Line]:
     """Modules and source lines, side by side; one above the other where that is too narrow."""
     if width < _SIDE_BY_SIDE:
         one_column = [
-            *_ranking("modules", explanation.modules, width - 2, plain=plain),
-            *_ranking("source lines", explanation.lines, width - 2, plain=plain),
+            *_ranking("modules", modules, width - 2, plain=plain),
+            *_ranking("source lines", sources, width - 2, plain=plain),
         ]
         return [[("  ", ""), *line] for line in one_column]
     side = (width - 4) // 2
-    left = _ranking("modules", explanation.modules, side, plain=plain)
-    right = _ranking("source lines", explanation.lines, side, plain=plain)
+    left = _ranking("modules", modules, side, plain=plain)
+    right = _ranking("source lines", sources, side, plain=plain)
     left += [[(" " * side, "")]] * (len(right) - len(left))
     right += [[]] * (len(left) - len(right))
     return [[("  ", ""), *one, ("  ", ""), *two] for one, two in zip(left, right, strict=True)]

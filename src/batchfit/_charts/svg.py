@@ -98,6 +98,7 @@ class Chart:
     y: Axis
     series: tuple[Series, ...]
     rules: tuple[Rule, ...] = ()
+    zooms: bool = False  # whether a page with scripts lets a stretch of its x axis be looked at
 
     @property
     def is_switched(self) -> bool:
@@ -136,11 +137,24 @@ def draw(
     ends = [_end(plan, number, one, labels) for number, one in enumerate(chart.series) if one.named]
     classes = f"bf-chart {'narrow' if width < 500 else 'wide'} {'log' if plan.log else 'linear'}"
     ids = f' aria-labelledby="{name}-t {name}-d"' if name else ""
+    drawn = f"{''.join(lines)}{''.join(rules)}{''.join(marks)}{''.join(ends)}"
+    if chart.zooms and name:
+        ids += f' data-x="{_n(plan.x.begin)} {_n(plan.x.end)} {plan.x.low:g} {plan.x.high:g}"'
+        drawn = _movable(plan, drawn, name)
     return (
         f'<svg class="{classes}" viewBox="0 0 {width} {height}" role="group"{ids}>'
         f"<title{_id(name, 't')}>{escaped(chart.title)}</title>"
         f"<desc{_id(name, 'd')}>{escaped(chart.about)}</desc>"
-        f"{_axes(plan)}{''.join(lines)}{''.join(rules)}{''.join(marks)}{''.join(ends)}</svg>"
+        f"{_axes(plan)}{drawn}</svg>"
+    )
+
+
+def _movable(plan: _ChartPlan, drawn: str, name: str) -> str:
+    """What is drawn in a frame of its own, so that a stretch of it can be shown as wide as the whole."""
+    wide, high = plan.x.end - plan.x.begin, plan.y.begin
+    return (
+        f'<clipPath id="{name}-c"><rect x="{_n(plan.x.begin)}" width="{_n(wide + _RIGHT)}" '
+        f'height="{_n(high)}"/></clipPath><g clip-path="url(#{name}-c)"><g class="moves">{drawn}</g></g>'
     )
 
 

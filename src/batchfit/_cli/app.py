@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import batchfit
+from batchfit._check.pure.options import CheckOptions
 from batchfit._cli.commands.schedule_flags import schedule_app
-from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.flags import (
     OUTPUT,
     Command,
     FlagValues,
     Group,
+    ListGpus,
+    ListModels,
     OutputFile,
     ProgramCommand,
     ProgramEnv,
     ProgramSet,
+    ProjectTarget,
     TargetCommand,
     TargetOrCommand,
     WholeTracebacks,
@@ -41,23 +44,29 @@ from batchfit._cli.flags import (
     show_help,
 )
 from batchfit._cli.help_texts import (
+    CHECK_HELP,
     DEMO_HELP,
     DOCTOR_HELP,
     EXPLAIN_HELP,
     FIND_HELP,
     INIT_HELP,
     MAIN_HELP,
+    PLAN_HELP,
     PREDICT_HELP,
     PROFILE_HELP,
     REPORT_HELP,
     RUN_HELP,
     SWEEP_HELP,
+    WHY_HELP,
 )
+from batchfit._cli.sweep.sweep_flags import SweepFlags
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._find.pure.options import FindOptions
+from batchfit._plan.pure.options import PlanOptions
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._program.pure.run_options import RunOptions
+from batchfit._why.pure.options import WhyOptions
 
 if TYPE_CHECKING:
     from batchfit._cli.delivery import Delivery
@@ -158,15 +167,6 @@ def run(
     end(lambda: run_for_real(call))
 
 
-def _list_gpus(wanted: bool) -> None:
-    if wanted:
-        from batchfit._charts.text import as_text
-        from batchfit._cli.commands.predict import gpu_lines
-
-        typer.echo(as_text(gpu_lines()))
-        raise typer.Exit()
-
-
 @app.command(cls=TargetCommand, help=PREDICT_HELP)
 @flags_of(PredictOptions)
 def predict(
@@ -182,16 +182,7 @@ def predict(
     output: OutputFile = None,
     plot: Annotated[Path | None, plot_flag("memory against size")] = None,
     traceback: WholeTracebacks = False,
-    list_gpus: Annotated[
-        bool,
-        typer.Option(
-            "--list-gpus",
-            rich_help_panel=OUTPUT,
-            callback=_list_gpus,
-            is_eager=True,
-            help="Show the GPUs that --gpu knows, and exit.",
-        ),
-    ] = False,
+    list_gpus: ListGpus = False,
 ) -> None:
     from batchfit._cli.commands.predict import predict_target
     from batchfit._cli.delivery import Delivery
@@ -237,6 +228,100 @@ def explain(
     end(lambda: explain_target(call))
 
 
+@app.command(cls=TargetCommand, help=PLAN_HELP)
+@flags_of(PlanOptions)
+def plan(
+    context: typer.Context,
+    flags: FlagValues,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="A model's name (Qwen/Qwen3-8B), its config.json, or a workload (file.py:name).",
+        ),
+    ],
+    paste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAINER",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Show what to paste for each GPU: transformers, trl, lightning or torchtune.",
+        ),
+    ] = None,
+    json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
+    output: OutputFile = None,
+    traceback: WholeTracebacks = False,
+    list_models: ListModels = False,
+) -> None:
+    from batchfit._cli.commands.plan import plan_target
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
+
+    delivery = Delivery(as_json=json, output=output)
+    call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
+    end(lambda: plan_target(call, paste))
+
+
+@app.command(cls=TargetCommand, help=CHECK_HELP)
+@flags_of(CheckOptions)
+def check(
+    context: typer.Context,
+    flags: FlagValues,
+    target: ProjectTarget = None,
+    json: Annotated[bool, json_flag("The checks as JSON, alone on stdout; several are a list.")] = False,
+    output: OutputFile = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Write Markdown to FILE too, for a comment on a pull request.",
+        ),
+    ] = None,
+    traceback: WholeTracebacks = False,
+) -> None:
+    from batchfit._cli.commands.check import check_targets
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
+
+    delivery = Delivery(as_json=json, output=output, markdown=markdown)
+    call = TargetCall(target or "", flags, delivery, traceback, script_arguments(context))
+    end(lambda: check_targets(call))
+
+
+@app.command(cls=Command, help=WHY_HELP)
+@flags_of(WhyOptions)
+def why(
+    snapshots: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SNAPSHOT...", show_default=False, help="Memory snapshots of one process, or of several."
+        ),
+    ],
+    flags: FlagValues,
+    json: Annotated[bool, json_flag("The post-mortem as JSON, alone on stdout.")] = False,
+    output: OutputFile = None,
+    plot: Annotated[Path | None, plot_flag("memory over the recorded history")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Write an HTML page too; it ends in .html.",
+        ),
+    ] = None,
+) -> None:
+    from batchfit._cli.commands.why import explain_snapshots
+    from batchfit._cli.delivery import Delivery
+
+    delivery = Delivery(as_json=json, output=output, plot=plot)
+    end(lambda: explain_snapshots(snapshots, flags, delivery, report=report))
+
+
 @app.command(cls=TargetCommand, help=PROFILE_HELP)
 @flags_of(ProfileOptions)
 def profile(
@@ -275,7 +360,7 @@ def sweep(
     ],
     flags: FlagValues,
 ) -> None:
-    from batchfit._cli.commands.sweep import sweep_file
+    from batchfit._cli.sweep.sweep import sweep_file
 
     end(lambda: sweep_file(file, SweepFlags(**flags)))
 

@@ -38,7 +38,7 @@ def explain_memory(
     gpu: str | None = None,
     what_if: bool = True,
 ) -> MemoryExplanation:
-    """Explain what holds the memory of a step at its highest moment, and what would change it.
+    """Explain the memory of a step at its highest moment, and what would change it.
 
     ```python
     why = batchfit.explain_memory(workload, batch_size=32, budget="80GiB")

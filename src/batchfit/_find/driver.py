@@ -20,7 +20,7 @@ from typing import Any, Self, final
 
 from batchfit._engine.device.oom import needs_two_samples
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
-from batchfit._engine.trial.trial import LargestBatch, RunTrial, TrialRequest
+from batchfit._engine.trial.trial import LargestBatch, RunTrial, TimeIsOver, TrialRequest
 from batchfit._find.pure.search import Observation, Request, SharedBudget
 from batchfit._find.session import FindSession
 from batchfit._units import format_bytes
@@ -55,6 +55,7 @@ class SearchDriver:
         # A step that generates goes through hundreds of lengths and then releases everything: a trial is one
         # step. A second call meets the fragmentation of the first, so that a soak has a few.
         self._generation_steps = None if soak_steps is not None else (1, steps)
+        self._time_is_over = False  # a trial was ended by it
         self._stack = contextlib.ExitStack()
         self._save(0.0)  # a file that cannot be written is an error before any trial
 
@@ -79,7 +80,7 @@ class SearchDriver:
     def may_begin(self) -> bool:
         """Whether there is time for another trial; reachable memory is checked on the way."""
         limit_s = self.session.options.time_limit_s
-        late = limit_s is not None and time.perf_counter() - self.begun_s >= limit_s
+        late = (limit_s is not None and time.perf_counter() - self.begun_s >= limit_s) or self._time_is_over
         mine = 0 if late else self.runs.reachable_bytes(self.room.least_bytes)
         seen = self.ranks.gather([late, mine], doing="the time and the memory that are left")
         if any(is_late for is_late, _ in seen):
@@ -103,11 +104,14 @@ class SearchDriver:
             )
 
     def _try(self, request: Request) -> Observation | None:
-        """One trial, observed; None where no step of one sample can run, so that the search begins at 2."""
+        """One trial, observed; None where it was none: the search goes on within other bounds, or is over."""
         try:
             trial = self._run_unless_disturbed(request)
         except LargestBatch as end:
             self.search = replace(self.search, max_size=max(end.size, self.search.sizes.first))
+            return None
+        except TimeIsOver:
+            self._time_is_over = True
             return None
         except Exception as error:
             # On all ranks, which run the same step: nobody waits for another.

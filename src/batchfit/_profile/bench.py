@@ -149,7 +149,7 @@ class Bench:
 
     @property
     def device_model(self) -> str:
-        """`NVIDIA H200`; empty where torch does not tell."""
+        """`NVIDIA H200`; empty where torch does not say."""
         if isinstance(self.device, CudaDevice):
             with suppress(RuntimeError, AssertionError):
                 return torch.cuda.get_device_name(self.device.index)

@@ -87,7 +87,7 @@ class Measuring:
         self.aside: Sequence[str] = ()  # what the diagnosis could not measure
 
     def to_the_end(self) -> None:
-        """Ask, time and tell until there is nothing more to learn, or the time is over."""
+        """`ask`, time and `tell` until there is nothing more to learn, or the time is over."""
         while (ask := self.knee.ask()) is not None:
             if self.timer.is_late():
                 self._stopped = "time_limit"

@@ -78,7 +78,7 @@ def union(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def batch_time(source: Callable[[int], object] | None, size: int, *, device: Device) -> float | None:
-    """How long it takes to make a batch; None where the step makes its own, unseen."""
+    """How long it takes to make a batch; None where the step makes its own, inside it."""
     if source is None:
         return None
     times = []

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, final
 
 from batchfit._engine.device.interrupts import Interrupts
+from batchfit._program.disk_room import room_for
 from batchfit._program.pure.tail import Tail
 from batchfit._program.pure.variables import INJECT
 from batchfit._program.running.run_watch import processes_with
-from batchfit.errors import ProgramError
 
 Event = dict[str, Any]
 _END_S = 70.0  # the guardian gives up after 60 s on a process that is stuck in a device driver
@@ -50,23 +50,21 @@ exec {real} "$@"
 
 @final
 class ProbeFolder:
-    """What a probe has for itself: its socket, temporary files, copies of configs, and `{out}`."""
+    """What a probe has for itself: its socket, temporary files, copies of configs, and `{out}`.
+
+    Making it raises an `OSError` where there is no room, and leaves nothing.
+    """
 
     def __init__(self) -> None:
-        made: Path | None = None
+        place = None if len(tempfile.gettempdir()) < _LONGEST_SOCKET - 30 else "/tmp"
+        self.path = Path(tempfile.mkdtemp(prefix="batchfit-", dir=place))
         try:
-            place = None if len(tempfile.gettempdir()) < _LONGEST_SOCKET - 30 else "/tmp"
-            made = self.path = Path(tempfile.mkdtemp(prefix="batchfit-", dir=place))
             for name in ("t", "out", "b"):
                 (self.path / name).mkdir()
             self._write_shims(self.path / "b")
-        except OSError as error:
-            if made is not None:
-                shutil.rmtree(made, ignore_errors=True)
-            raise ProgramError(
-                f"no folder for a probe could be made: {error.strerror or error} "
-                f"({made or 'of TMPDIR and /tmp'}). Free some space, or name another place with TMPDIR"
-            ) from None
+        except BaseException:
+            self.remove()
+            raise
 
     def _write_shims(self, place: Path) -> None:
         """Commands that start Python, for shells that set PYTHONPATH themselves: the probe stays in it."""
@@ -108,7 +106,8 @@ class CommandRun:
             raise
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
-        self._listener.bind(str(self._folder.path / "s"))
+        with room_for("a probe"):
+            self._listener.bind(str(self._folder.path / "s"))
         self._listener.listen(64)
         self._selector.register(self._listener, selectors.EVENT_READ, "listener")
         orders, self._orders = os.pipe()

@@ -7,22 +7,16 @@ from pathlib import Path
 from batchfit._documents import with_value
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.toml_place import with_toml_value
-from batchfit.errors import ProgramError
 
 
 def write_copies(template: CommandTemplate, size: int, folder: Path) -> dict[str, str]:
     """Write the copies for this size into the folder; their paths by the names in the command."""
     copies: dict[str, str] = {}
     for number, (name, text) in enumerate(changed_files(template, size).items()):
-        place = folder / str(number)
-        try:
-            place.mkdir(exist_ok=True)
-            (place / Path(name).name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ProgramError(
-                f"the copy of {name} could not be written: {error.strerror or error}"
-            ) from None
-        copies[name] = str(place / Path(name).name)
+        copy = folder / str(number) / Path(name).name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(text, encoding="utf-8")
+        copies[name] = str(copy)
     return copies
 
 

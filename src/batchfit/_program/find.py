@@ -7,6 +7,7 @@ command.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from batchfit._engine.trial.in_children import ChildDevice
@@ -47,13 +48,14 @@ def program_trials(
         budget_bytes=options.budget_bytes,
         device=None if options.device is None else str(options.device),
         timeout_s=options.timeout_s,
+        deadline_s=None if options.time_limit_s is None else time.monotonic() + options.time_limit_s,
         soak_steps=soak_steps,
     )
     flag = isolating_flag(target.template.words)
     if flag:
         raise ValueError(
-            f"the command must start Python without {flag}, with which it ignores PYTHONPATH: so comes the "
-            "probe to it"
+            f"the command must start Python without {flag}, with which it ignores PYTHONPATH or "
+            "sitecustomize: the probe is loaded through them"
         )
     changed_files(target.template, size)  # what is wrong with them is said before anything is run
     template = target.template

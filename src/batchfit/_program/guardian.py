@@ -116,7 +116,7 @@ def _end(pid: int) -> None:
 
 
 def main() -> None:
-    """Serve one program: the order is the first line on stdin, and the end of stdin is its end."""
+    """Serve one program: the order is the first line of a pipe, and the end of the pipe is its end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         # A handler, and not SIG_IGN, which the program would inherit.
         signal.signal(number, lambda *_: None)

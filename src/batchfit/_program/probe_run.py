@@ -16,6 +16,7 @@ from typing import Any
 from batchfit._engine.device.device import read_ram, without_budget
 from batchfit._program.command_run import CommandRun, ProbeFolder, new_token
 from batchfit._program.config_copy import write_copies
+from batchfit._program.disk_room import room_for
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.variables import probe_variables
 from batchfit.errors import ProgramError
@@ -33,11 +34,13 @@ def start_run(
 
     `settings` are the probe's, `variables` more of its environment, `inputs` texts of files in its folder.
     """
-    folder = ProbeFolder()
+    with room_for("a probe"):
+        folder = ProbeFolder()
     try:
-        for name, text in (inputs or {}).items():
-            (folder.path / name).write_text(text, encoding="utf-8")
-        files = write_copies(template, size, folder.path)
+        with room_for("a probe"):
+            for name, text in (inputs or {}).items():
+                (folder.path / name).write_text(text, encoding="utf-8")
+            files = write_copies(template, size, folder.path)
         token = new_token()
         own = {"socket": str(folder.path / "s"), "token": token, "ram_bytes": ram_bytes()}
         environment = probe_variables(

@@ -60,7 +60,12 @@ class ProgramFailure:
     @property
     def weight(self) -> int:
         """An OOM first, a lost connection last."""
-        return 3 if self.outcome and not self.ambiguous else 2 if self.outcome else 0 if self.lost else 1
+        return 3 if self.is_certain else 2 if self.outcome else 0 if self.lost else 1
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing that another rank says could change it."""
+        return self.outcome is not None and not self.ambiguous
 
 
 @final

@@ -18,6 +18,7 @@ from batchfit._engine.device.interrupts import Interrupts
 from batchfit._find.find import find_with
 from batchfit._find.pure.options import FindOptions
 from batchfit._program.config_copy import write_copies
+from batchfit._program.disk_room import room_for
 from batchfit._program.find import program_trials
 from batchfit._program.pure.swept_command import SweptCommand, measures_in
 from batchfit._program.pure.tail import Tail
@@ -75,8 +76,10 @@ class CommandConfiguration(OwnConfiguration):
         tail, found = Tail(), None
         with RunPlace.made() as place:
             out = place.folder / "out"
-            out.mkdir()
-            command = template.command(size, out=str(out), files=write_copies(template, size, place.folder))
+            with room_for("the measurement"):
+                out.mkdir()
+                files = write_copies(template, size, place.folder)
+            command = template.command(size, out=str(out), files=files)
             environment = place.environment({**os.environ, **template.variables(size)}, notes_exit=True)
             place.begin()
             code, lines = _output_of(template, command, environment, place, tail)

@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 from batchfit._documents import parse_json
 from batchfit.errors import ResultFileError
-from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, SweepResult, ThroughputProfile
+from batchfit.results import (
+    FitResult,
+    MemoryCheck,
+    MemoryExplanation,
+    OomExplanation,
+    Prediction,
+    Result,
+    SweepResult,
+    ThroughputProfile,
+)
 
 LARGEST_FILE_BYTES = 64 * 2**20
 
@@ -68,6 +77,8 @@ KINDS: dict[str, type[Result]] = {
     "fit": FitResult,
     "prediction": Prediction,
     "memory": MemoryExplanation,
+    "check": MemoryCheck,
+    "oom": OomExplanation,
     "throughput": ThroughputProfile,
     "schedule": SchedulePlan,
     "nothing_fits": NothingFits,

@@ -66,7 +66,7 @@ def figure(chart: Chart, table: HtmlTable, *, name: str, note: str = "") -> str:
     return (
         f'<figure id="{name}" data-axis="{begins}" data-view="plot">'
         f"<figcaption><h3>{escaped(chart.title)}</h3>{_paragraph(note)}</figcaption>"
-        f'<div class="tools">{_axis_switch(chart)}{_view_switch()}</div>'
+        f'<div class="tools">{_axis_switch(chart)}{_view_switch()}{_zoom_buttons(chart)}</div>'
         f'<div class="plot">{pictures}</div>{_legend(chart)}'
         f"<details><summary>The numbers</summary>{table_of(table)}</details></figure>"
     )
@@ -142,6 +142,16 @@ def _view_switch() -> str:
         '<span class="switch" role="group" aria-label="view">'
         '<button type="button" data-to-view="plot" aria-pressed="true">plot</button>'
         '<button type="button" data-to-view="table" aria-pressed="false">table</button></span>'
+    )
+
+
+def _zoom_buttons(chart: Chart) -> str:
+    if not chart.zooms:
+        return ""
+    return (
+        '<span class="switch" role="group" aria-label="zoom">'
+        '<button type="button" data-zoom="in">zoom to the end</button>'
+        '<button type="button" data-zoom="all" disabled>whole</button></span>'
     )
 
 

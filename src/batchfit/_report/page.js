@@ -66,6 +66,55 @@
   }
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
 
+  // A stretch of the x axis as wide as the whole: drawn with the pointer, or by the button, the last quarter.
+  function zoomable(figure) {
+    const charts = all(figure, "svg.bf-chart[data-x]");
+    if (!charts.length) return;
+    let shown = [0, 1];
+    const back = figure.querySelector('button[data-zoom="all"]');
+    function look(from, to) {
+      shown = [from, to];
+      const whole = from <= 0 && to >= 1;
+      for (const svg of charts) {
+        const [begin, end, low, high] = svg.dataset.x.split(" ").map(Number);
+        const scale = 1 / (to - from), left = begin + from * (end - begin);
+        const moves = svg.querySelector(".moves");
+        if (whole) moves.removeAttribute("transform");
+        else moves.setAttribute("transform", `translate(${begin - left * scale} 0) scale(${scale} 1)`);
+        svg.classList.toggle("zoomed", !whole);
+        for (const tick of all(svg, ".dim.mid text")) {
+          if (!tick.dataset.whole) tick.dataset.whole = tick.textContent;
+          const share = (Number(tick.getAttribute("x")) - begin) / (end - begin);
+          const value = low + (from + share * (to - from)) * (high - low);
+          tick.textContent = whole ? tick.dataset.whole : Math.round(value).toLocaleString("en-US");
+        }
+      }
+      back.disabled = whole;
+      hide();
+    }
+    for (const svg of charts) {
+      const at = (event) => {
+        const [begin, end] = svg.dataset.x.split(" ").map(Number);
+        const box = svg.getBoundingClientRect();
+        const x = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
+        const share = Math.min(Math.max((x - begin) / (end - begin), 0), 1);
+        return shown[0] + share * (shown[1] - shown[0]);
+      };
+      let from = null;
+      svg.addEventListener("pointerdown", (event) => { from = at(event); });
+      svg.addEventListener("pointerup", (event) => {
+        const to = at(event), first = from;
+        from = null;
+        if (first !== null && Math.abs(to - first) > 0.01 * (shown[1] - shown[0]))
+          look(Math.min(first, to), Math.max(first, to));
+      });
+      svg.addEventListener("dblclick", () => look(0, 1));
+    }
+    figure.querySelector('button[data-zoom="in"]').addEventListener("click", () =>
+      look(shown[1] - (shown[1] - shown[0]) / 4, shown[1]));
+    back.addEventListener("click", () => look(0, 1));
+  }
+
   for (const figure of all(document, "figure")) {
     for (const button of all(figure, "button[data-to-axis]")) {
       button.addEventListener("click", () => {
@@ -85,6 +134,7 @@
         hide();
       });
     }
+    zoomable(figure);
     for (const button of all(figure, "button[data-of]")) {
       button.addEventListener("click", () => {
         const on = button.getAttribute("aria-pressed") !== "true";

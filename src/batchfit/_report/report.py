@@ -52,7 +52,7 @@ def report(
 
 
 def checked_path(path: str | Path) -> Path:
-    """The path of a file that can be written, as far as one can tell."""
+    """The path of a file that can be written, as far as one can see."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be the path of a file, not {path!r}")
     try:

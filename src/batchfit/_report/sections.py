@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
 
+from batchfit._charts.check_page import verdict as verdict_of
 from batchfit._charts.figures import (
     Memory,
     memory_chart,
@@ -20,18 +21,22 @@ from batchfit._charts.figures import (
     timeline_chart,
 )
 from batchfit._charts.memory_page import operation_name
+from batchfit._charts.oom_chart import oom_chart
 from batchfit._charts.svg import Chart, escaped
 from batchfit._charts.throughput_page import POINT_COLUMNS, point_cells
 from batchfit._report.files import NothingFits, SchedulePlan, Source
 from batchfit._report.markup import HtmlTable, bars, card, figure, table_of
+from batchfit._report.oom import oom_sections
 from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
 from batchfit._report.sweep import sweep_charts, sweep_sections
-from batchfit._units import format_bytes
+from batchfit._units import format_bytes, format_change
 from batchfit.results import (
     TRIAL_COLUMNS,
     FitResult,
     Holder,
+    MemoryCheck,
     MemoryExplanation,
+    OomExplanation,
     Prediction,
     Result,
     SweepResult,
@@ -53,12 +58,14 @@ def sections(sources: Sequence[Source]) -> str:
     memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(explanations))
     return "".join(
         [
+            *_each(_oom, _named(sources, OomExplanation)),
             *_each(sweep_sections, _named(sources, SweepResult)),
             *_throughput(profiles),
             *_memory(memory),
             *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
             *_each(_search, fits),
             *_each(_explained, explanations),
+            *_each(_checked, _named(sources, MemoryCheck)),
             *_each(schedule_sections, _named(sources, SchedulePlan)),
             _unseen(memory),
             _environment(sources),
@@ -80,7 +87,8 @@ def charts(sources: Sequence[Source]) -> list[Chart]:
     explanations, predictions = _named(sources, MemoryExplanation), _named(sources, Prediction)
     plans = [plan for _, plan in _named(sources, SchedulePlan)]
     memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(explanations))
-    found = [throughput_chart(profiles)] if any(one.points for _, one in profiles) else []
+    found = [oom_chart(one) for _, one in _named(sources, OomExplanation) if one.timeline]
+    found += [throughput_chart(profiles)] if any(one.points for _, one in profiles) else []
     found += [memory_chart(group) for group in of_one_order(memory)]
     found += [chart for _, one in _named(sources, SweepResult) for chart in sweep_charts(one)]
     found += [path_chart(fit) for _, fit in fits]
@@ -116,7 +124,7 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
         _profile_table(profiles),
         name="throughput",
         note="The smallest size within reach of the best throughput is enough: beyond it, more memory buys "
-        "hardly any more samples a second.",
+        "hardly any more samples per second.",
     )
     for name, one in profiles:
         lines = [(f"{name}{found.kind}", found.evidence, found.advice) for found in one.diagnosis]
@@ -130,7 +138,7 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
                 + "</li>"
                 for kind, text, advice in lines
             )
-            yield card(f'<h3>What holds it back</h3><ul class="list">{items}</ul>')
+            yield card(f'<h3>Bottleneck</h3><ul class="list">{items}</ul>')
 
 
 def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTable:
@@ -138,10 +146,11 @@ def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTab
     rows: list[tuple[str, ...]] = []
     chosen: list[int] = []
     for name, one in profiles:
+        sizes = {p.size for p in one.points}
         for p in one.points:
             if p.size == one.recommended:
                 chosen.append(len(rows))
-            rows.append((f"{name}{p.size:,}", *point_cells(p, unsteady=" (not steady)")))
+            rows.append((f"{name}{p.size:,}", *point_cells(p, unsteady=" (not steady)", sizes=sizes)))
     return HtmlTable(columns, tuple(rows), chosen=chosen).without_empty(*columns[:4])
 
 
@@ -261,6 +270,22 @@ def _explained(name: str, explanation: MemoryExplanation, number: int) -> Iterat
         yield card(_changes(explanation))
 
 
+def _checked(name: str, check: MemoryCheck, number: int) -> Iterator[str]:
+    yield f"<h2>{escaped(name)}Memory check: {escaped(verdict_of(check).lower())}</h2>"
+    notes = "".join(f"<li>{escaped(one)}</li>" for one in (*check.failures, *check.reasons, *check.unseen))
+    rows = tuple(
+        (format_change(one.change_bytes, check.baseline_bytes or 0), one.name, one.what, one.code)
+        for one in check.lines
+    )
+    table = table_of(HtmlTable(("change", "line", "what", "code"), rows, words=("line", "what", "code")))
+    summary = f'<p class="dim">{escaped(check.summary)}.</p>'
+    yield card(summary, f'<ul class="list">{notes}</ul>' if notes else "", table if rows else "")
+
+
+def _oom(name: str, why: OomExplanation, number: int) -> Iterator[str]:
+    yield from oom_sections(name, why, number, _rows)
+
+
 def _rows(holders: Sequence[Holder]) -> list[tuple[str, float, str, str]]:
     longest = max((one.share for one in holders), default=0.0) or 1.0
     rows = [
@@ -297,7 +322,7 @@ def _environment(sources: Sequence[Source]) -> str:
     rows = []
     for source in sources:
         one = source.result
-        kind = {"fit": "search", "memory": "explanation"}.get(
+        kind = {"fit": "search", "memory": "explanation", "oom": "post-mortem"}.get(
             getattr(one, "kind", ""), getattr(one, "kind", "")
         )
         where = [getattr(one, name, "") for name in ("device", "device_model", "card")]

@@ -1,7 +1,7 @@
 """What the report says about a sweep: sizes, throughput and measures over the knobs, and every configuration.
 
 Rules: a chart is drawn over a knob that is a number and has several values; the other knobs make the series,
-or, where these would be too many to tell apart, single marks. What failed is named, and is in no chart. Two
+or, where these would be too many to distinguish, single marks. What failed is named, and is in no chart. Two
 knobs also make a table whose shades say what its numbers say.
 """
 

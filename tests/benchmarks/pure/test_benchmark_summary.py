@@ -177,10 +177,13 @@ def test_a_page_that_says_something_else_is_named_and_corrected(
     (tmp_path / "docs" / "project").mkdir(parents=True)
     planted(tmp_path / "benchmarks" / "results")
     empty = f"before\n{summary.BEGIN}\n{summary.END}\nafter\n"
-    blocks = "".join(f"{begin}\n{end}\n" for begin, end in summary.PARTS.values())
     readme, docs = tmp_path / "README.md", tmp_path / "docs" / "project" / "benchmarks.md"
+    goals = docs.with_name("goals.md")
     readme.write_text(empty)
-    docs.write_text(empty + blocks)
+    for page in set(summary.PAGES.values()):
+        blocks = [summary.PARTS[name] for name, there in summary.PAGES.items() if there == page]
+        text = "".join(f"{begin}\n{end}\n" for begin, end in blocks)
+        docs.with_name(page).write_text((empty if page == docs.name else "") + text)
 
     def call(command: str) -> int:
         monkeypatch.setattr(sys, "argv", ["summary.py", command, "--root", str(tmp_path)])
@@ -191,7 +194,7 @@ def test_a_page_that_says_something_else_is_named_and_corrected(
         return 0
 
     assert call("check") == 1
-    assert "README.md and benchmarks.md: not what the JSON says" in capsys.readouterr().out
+    assert "README.md and benchmarks.md and goals.md and" in capsys.readouterr().out
     assert call("write") == 0
     assert call("check") == 1  # no picture is drawn yet
     assert "plot_find.svg, plot_prediction.svg" in capsys.readouterr().out
@@ -199,7 +202,7 @@ def test_a_page_that_says_something_else_is_named_and_corrected(
     for plot, kept, _ in summary.plots.wanted(results):
         plot.file(results).write_text(f"<svg/>{summary.plots.digest(kept)}")
     assert call("check") == 0
-    assert 'plot_ragged.svg" width="900" alt="Tokens a second' in docs.read_text()
+    assert 'plot_ragged.svg" width="900" alt="Tokens per second' in docs.read_text()
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -212,9 +215,11 @@ def test_a_page_that_says_something_else_is_named_and_corrected(
     readme.write_text(text.replace("**96k**", "**95k**"))
     assert call("check") == 1
     assert call("write") == 0
-    docs.write_text(docs.read_text().replace("| loader with 4 workers | all | **not measured** | | |\n", ""))
+    goals.write_text(
+        goals.read_text().replace("| loader with 4 workers | all | **not measured** | | |\n", "")
+    )
     assert call("check") == 1  # a row of the goals was taken out
-    assert "benchmarks.md: not what the JSON says" in capsys.readouterr().out
+    assert "goals.md: not what the JSON says" in capsys.readouterr().out
     readme.write_text("no comments")
     with pytest.raises(ValueError, match="once, in this order"):
         call("check")
@@ -334,5 +339,5 @@ def test_floors_and_growth_follow_their_json(summary: ModuleType, tmp_path: Path
     after = summary.floors.own_time(tmp_path) + summary.floors.growth(tmp_path)
     changed = [line for line, old in zip(after, before, strict=True) if line != old]
     assert len(changed) == 2
-    assert "where it takes 1.0 ms | 2.0 ms a microbatch" in changed[0]
+    assert "where it takes 1.0 ms | 2.0 ms per microbatch" in changed[0]
     assert changed[1].startswith("- A vote of 4 ranks takes 77.7 ms")

@@ -275,7 +275,7 @@ def test_why_there_is_no_estimate() -> None:
     assert state.reading().reason == "0 of 20 steps so far"
     assert state.reading().noise is None
     single = state.with_single().with_single()
-    assert "all 2 steps came in one piece" in single.reading().reason
+    assert "all 2 steps had one microbatch" in single.reading().reason
     assert "microbatch_size" in single.reading().reason
     broken = state.with_step(replace(observation(1.0, 1.0), big=math.nan))
     assert broken.reading().reason == "the gradients of all 1 steps were not finite"

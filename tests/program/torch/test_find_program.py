@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from batchfit._find.pure.options import FindOptions
 from batchfit._program.find import program_trials
 from batchfit._program.pure.template import CommandTemplate, FileSetting
 from batchfit._program.trials import ProgramTarget, ProgramTrials
-from batchfit.errors import ProgramError
+from batchfit.errors import ProgramError, SearchStoppedError
 from batchfit.results import FitResult
 
 TRAIN = """
@@ -137,6 +138,16 @@ def test_programs_that_take_no_step(text: str, message: str) -> None:
     )
     with pytest.raises(ProgramError, match=message):
         run_one(ProgramTrials(target, TrialRequest(1, steps=3)), 1)
+
+
+def test_a_time_limit_ends_a_program_that_is_still_starting() -> None:
+    Path("train.py").write_text("import time; time.sleep(60)")
+    options = FindOptions(budget="8MiB", isolate=True, time_limit_s=0.5)
+    target = ProgramTarget(template=template(sys.executable, "train.py", "{}"))
+    begun_s = time.monotonic()
+    with pytest.raises(SearchStoppedError, match="no size had run when the search stopped"):
+        find_with(program_trials(target, options), lambda: options)
+    assert time.monotonic() - begun_s < 30
 
 
 CATCHES = """

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,8 +49,11 @@ class Search:
         (folder / "train.py").write_text(PROGRAM)
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *flags: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "batchfit", *FIND, *flags, "--", sys.executable, "train.py", "{}"]
+    def start(
+        self, *flags: str, within: Sequence[str] = (), before: Callable[[], None] | None = None
+    ) -> subprocess.Popen[str]:
+        find = [sys.executable, "-m", "batchfit", *FIND, *flags, "--", sys.executable, "train.py", "{}"]
+        words = [*within, *find]
         own = {
             "MARK": self.mark,
             "TMPDIR": f"{self.folder}/temp",
@@ -176,6 +179,80 @@ def test_a_hang_is_too_large_and_the_search_goes_on(search: Search) -> None:
     fit = json.loads(out)
     assert fit["batch_size"] == 8
     assert [trial["outcome"] for trial in fit["trials"]] == ["fits", "timeout"]
+    search.check_all_gone()
+
+
+@pytest.mark.slow  # it hangs until its time is over
+def test_a_time_limit_ends_the_trial_that_runs(search: Search) -> None:
+    process = search.start("--time-limit-s", "30")
+    begun_s = time.monotonic()
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert time.monotonic() - begun_s < 60
+    fit = json.loads(out)
+    assert (fit["batch_size"], fit["stopped_because"]) == (8, "time_limit")
+    search.check_all_gone()
+
+
+# Takes its steps at every size up to 32, and has children as above.
+WHOLE = PROGRAM.replace("size > 8 and step == 1", "False")
+assert WHOLE != PROGRAM
+
+
+@pytest.mark.slow  # seven searches, six of them ended at another moment
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    flags = ("--resume", "search.json", "--max-size", "32", "--no-store")
+    whole_s = 0.0
+    for moment in range(7):
+        (tmp_path / str(moment)).mkdir()
+        search = Search(tmp_path / str(moment))
+        (search.folder / "train.py").write_text(WHOLE)
+        begun_s = time.monotonic()
+        process = search.start(*flags)
+        if moment:
+            time.sleep(whole_s * moment / 7)
+            process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+        whole_s = whole_s or time.monotonic() - begun_s
+        search.check_all_gone()
+        kept = search.folder / "search.json"
+        trials = json.loads(kept.read_text())["trials"] if kept.exists() else []
+        if not moment or process.returncode == 0:  # it may have ended before
+            assert json.loads(out)["batch_size"] == 32, err
+        elif number is signal.SIGKILL:
+            assert process.returncode == -9
+        else:
+            assert process.returncode in (128 + number, -number), err  # -number: before Python was up
+            assert "Traceback" not in err
+            assert not trials or json.loads(out)["stopped_because"] == "interrupted", err
+
+
+# A disk of its own: its size and how many files it takes; what is left there is written beside it.
+SMALL_DISK = """mount -t tmpfs -o size=$0,nr_inodes=$1 none "$TMPDIR" || exit 99
+shift; "$@"; code=$?; ls -A "$TMPDIR" > left; exit $code"""
+
+
+@pytest.mark.slow  # a search each
+@pytest.mark.parametrize(
+    ("size", "files"),
+    [("64k", 3), ("64k", 6), ("64k", 9), ("64k", 12), ("64k", 20), ("4k", 0), ("12k", 0), ("40k", 0)],
+)
+def test_a_full_disk_at_any_file_leaves_nothing(search: Search, size: str, files: int) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a mount of its own")
+    (search.folder / "train.py").write_text(WHOLE)
+    (search.folder / "c.yaml").write_text("size: 1\n")
+    within = ["unshare", "-rm", "sh", "-c", SMALL_DISK, size, str(files)]
+    _, err = search.start("--max-size", "8", "--no-store", within=within).communicate(timeout=120)
+    assert search.process is not None
+    code = search.process.returncode
+    assert code in (0, 4), err
+    if code:
+        assert "Free some space" in err or "No space left on device" in err
+    assert "Traceback" not in err.partition("the program raised")[0] or "train.py" in err
+    assert (search.folder / "left").read_text() == ""
     search.check_all_gone()
 
 

@@ -1,6 +1,6 @@
 """Programs that nobody adapted: each is found by its command, and as a workload the answer is the same.
 
-The answers of all of them are in docs and benchmarks; `python tests/support/program_cases.py` prints them.
+The answers of all of them: benchmarks/results/program_cpu_202611.md.
 """
 
 from __future__ import annotations

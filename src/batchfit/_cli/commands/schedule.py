@@ -266,7 +266,7 @@ def _cells(phase: Phase, factor: float, lr: float | None, has_lr: bool) -> list[
 
 
 def _memory(shown: FollowedSchedule, phase: Phase) -> list[str]:
-    """A batch of this phase as one piece, and its share of the budget."""
+    """A batch of this phase, uncut, and its share of the budget."""
     peak, budget = shown.peak_bytes(phase), shown.room and shown.room.budget_bytes
     if peak is None:
         return ["-", "-"]

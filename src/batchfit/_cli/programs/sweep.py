@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from batchfit._cli.commands.sweep_file import COMMAND_OPTIONAL, SweepFile
+from batchfit._cli.sweep.sweep_file import COMMAND_OPTIONAL, SweepFile
 
 if TYPE_CHECKING:
     from batchfit._cli.exits import CommandFailed

@@ -55,7 +55,7 @@ class Gpu:
 
     @property
     def prefers_cudnn_attention(self) -> bool:
-        """torch puts cuDNN's attention first on Hopper and on B200s, not on RTX cards."""
+        """torch puts cuDNN's attention first on Hopper and on B200s, not on RTX GPUs."""
         return self.capability[0] in (9, 10)
 
     @property

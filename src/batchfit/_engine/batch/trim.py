@@ -130,7 +130,7 @@ def restored(
 ) -> Any:
     """One output for the batch, in its order, from those of its microbatches.
 
-    A dimension that follows the microbatches' lengths (one value a token) is filled with zeros up to
+    A dimension that follows the microbatches' lengths (one value per token) is filled with zeros up to
     `padded_length`. Where all microbatches have one length, a dimension may have that size by chance:
     it stays as long as it is.
     """

@@ -245,7 +245,7 @@ def _cut_dim(extents: tuple[int, ...], parts: Sequence[tuple[int, ...]], sizes: 
 
 
 def _check_tensors(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Where a user's microbatches hold the batch's tensors in parts, every row of them is there once."""
+    """Where a user's microbatches hold parts of the batch's tensors, every row of them is there once."""
     by_path = [dict(_nodes(part)) for part in parts]
     for path, node in _nodes(batch):
         if not isinstance(node, torch.Tensor) or node.layout is not torch.strided or node.is_nested:

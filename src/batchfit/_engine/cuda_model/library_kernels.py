@@ -1,4 +1,4 @@
-"""What the kernels of libraries take for themselves (attention, cuDNN's convolutions), and the table of all.
+"""The workspaces of the libraries' kernels (attention, cuDNN's convolutions), and the table of all.
 
 Read off allocation histories of an H200 (torch 2.11, `benchmarks/prediction_gpu.py history`), each next to
 the rule in torch's source or in cuDNN's choice that explains it. cuDNN's convolutions choose by heuristics of

@@ -94,7 +94,7 @@ def caveats_of(part: Any) -> Iterator[str]:
     names = sorted(kind.__name__ for kind in kinds if kind.__module__.startswith("bitsandbytes.nn"))
     if names:
         yield (
-            f"bitsandbytes' {', '.join(names)}: what their kernels take for themselves is by "
+            f"bitsandbytes' {', '.join(names)}: their kernels' workspaces follow "
             "their source, not measured on a GPU; outlier columns of 8-bit products are not counted"
         )
     made = {type(one).__name__ for one in part.parameters() if is_made_of_tensors(one)}

@@ -75,6 +75,10 @@ class LargestBatch(Exception):
         super().__init__(f"no batch is larger than {size}")
 
 
+class TimeIsOver(Exception):
+    """The time of the search was over before a trial was: it was ended, and says nothing about its size."""
+
+
 class TrialRunner(Protocol):
     """Runs the trials of a search: `InProcess`, or `InChildren` with `isolate=True`."""
 

@@ -208,7 +208,7 @@ class SharedBudget:
 
 
 def run(search: Search, trial: Callable[[Request], Observation | None]) -> Search:
-    """Ask, try, tell until the search is over: the one driver of every strategy.
+    """`ask`, try, `tell` until the search is over: the one driver of every strategy.
 
     A trial that answers None was not run: the caller has no more time.
     """

@@ -198,7 +198,7 @@ class NoiseState:
         )
 
     def with_single(self) -> NoiseState:
-        """With one more step that came in one piece."""
+        """With one more step of one microbatch."""
         return replace(self, single=self.single + 1)
 
     @property
@@ -229,7 +229,7 @@ class NoiseState:
         """Why nothing can be said so far; "" where something can."""
         if self.steps == 0 and self.single:
             return (
-                f"all {self.single} steps came in one piece, and there is nothing to compare it with: give "
+                f"all {self.single} steps had one microbatch, and there is nothing to compare it with: give "
                 "Microbatcher a microbatch_size of at most half the batch, or cut the batch in two halves"
             )
         if self.steps == 0 and self.skipped:
@@ -323,7 +323,7 @@ def _reading(
         reason = (
             f"the gradient itself ({_short(signal)}) cannot be distinguished from zero in its noise "
             f"(standard error {_short(math.sqrt(errors[2]))}): more steps, a longer memory or a larger batch "
-            "would tell"
+            "would show it"
         )
         return replace(answer, low=fieller(noise, signal, errors, quantile)[0], reason=reason)
     above, below = selected(signal / math.sqrt(errors[2]) if errors[2] else math.inf, quantile)

@@ -4,6 +4,7 @@ Rules:
 - torch's global hooks see every module, so they are there only as long as they are needed: until the second
   optimizer step. In a program that only evaluates they stay.
 - What has no weights (a loss, a transform of the data) makes no pass, and nothing does in a loader's worker.
+- What backward runs again (activation checkpointing) is no pass.
 - A token of a `generate` loop is no step: a pass that goes on with the batch before it (one token more, or
   one token with a cache) belongs to it.
 """
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from batchfit._engine.device.tensors import tensors_in
+from batchfit._engine.torch_private.autograd import in_backward
 
 _WEIGHTS = 10_000  # numbers in a buffer, of quantized modules that have no parameters
 
@@ -59,13 +61,14 @@ class PassCounter:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if self._root is None:
-            if has_weights(module) and not in_loader_worker():
+            if has_weights(module) and not in_loader_worker() and not in_backward():
                 self._root, self._depth = module, 1
                 self._before_pass(module, args)
         elif module is self._root:
             self._depth += 1
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        # After a pass that raises, torch calls it without the keywords.
         if module is not self._root:
             return
         self._depth -= 1

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+from batchfit._program.disk_room import room_for
 from batchfit._program.pure.after_exit import Ending
 from batchfit._program.pure.variables import exit_variables
 from batchfit._program.running.kernel_kills import kernel_kills
@@ -40,7 +41,8 @@ class RunPlace:
     @contextmanager
     def made(cls) -> Iterator[RunPlace]:
         """One, and nothing of it afterwards."""
-        folder = Path(tempfile.mkdtemp(prefix="batchfit-run-"))
+        with room_for("the run"):
+            folder = Path(tempfile.mkdtemp(prefix="batchfit-run-"))
         token = secrets.token_hex(16)
         reads, writes = os.pipe()
         try:

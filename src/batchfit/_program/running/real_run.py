@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from batchfit._program.config_copy import write_copies
+from batchfit._program.disk_room import room_for
 from batchfit._program.pure.after_exit import Ending, first_line, next_size
 from batchfit._program.running.foreground import ForegroundProgram
 from batchfit._program.running.place import RunPlace
@@ -73,7 +74,8 @@ class RealRun:
         return smaller
 
     def _once(self, size: int, place: RunPlace) -> Ending:
-        files = write_copies(self.template, size, place.folder)
+        with room_for("copies of config files"):
+            files = write_copies(self.template, size, place.folder)
         command = self.template.command(size, out=self.out, files=files)
         variables = {**os.environ, **self.template.variables(size)}
         environment = place.environment(variables, notes_exit=self.restarts > 0)

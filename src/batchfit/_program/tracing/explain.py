@@ -24,7 +24,7 @@ _NO_CHANGES = "what-ifs that change the program (checkpointing, bf16) need a wor
 
 
 def explain_program(traces: ProgramTraces, options: ExplainOptions) -> MemoryExplanation:
-    """Explain what holds the memory of a program's step, for the GPU of its traces."""
+    """Explain the memory of a program's step, for the GPU of its traces."""
     begun = time.perf_counter()
     size = options.batch_size
     budget_bytes = options.budget_bytes or default_budget(options.target, None)

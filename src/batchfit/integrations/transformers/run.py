@@ -29,6 +29,7 @@ from batchfit.integrations.transformers.epochs import is_at_end
 from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
+from batchfit.integrations.transformers.sharding import is_sharded
 
 FILE = "batchfit.pt"
 _VERSION = 1
@@ -50,6 +51,9 @@ class TrainerRun:
         self.options = options
         self.fit: Any = None  # the FitResult of the last search
         self.microbatch_size: int | None = None
+        self.generation_fit: Any = None  # the FitResult of how many prompts generate at once
+        self.generation_size: int | None = None  # prompts that generate at once, of a trainer that generates
+        self.phases: Any = None  # the Microbatchers of such a trainer
         self.is_ragged = False
         self.sums: bool | None = None  # losses of microbatches add up; None: not known
         self.probes = 0  # how often that was probed
@@ -58,6 +62,7 @@ class TrainerRun:
         self.evaluates = False  # inside a microbatch of an evaluation
         self.was_asked = False  # for the number of items, by that microbatch
         self.items: Any = None  # the answer
+        self.longest_sequence = 0  # of batches in one row, so far
         self.searches = False
         self.is_quiet = False  # inside steps that are not the training's, whose logs are dropped
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
@@ -83,7 +88,8 @@ class TrainerRun:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of the trainer needs: the state of a training is not copied."""
-        return {"options": self.options, "fit": self.fit, "sums": self.sums, "probes": self.probes}
+        fits = {"fit": self.fit, "generation_fit": self.generation_fit}
+        return {"options": self.options, **fits, "sums": self.sums, "probes": self.probes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["options"])
@@ -119,7 +125,7 @@ class TrainerRun:
                 compared=options.compared,
                 advice=_ADVICE,
             )
-            self._undo_counts(trainer, self.microbatcher)
+            self.undo_counts(trainer, self.microbatcher)
             others = [one for one in self._microbatchers.values() if one is not self.microbatcher]
             known = others[0].state_dict() if others else self.saved.get("sizes")
             if known is not None:
@@ -132,7 +138,14 @@ class TrainerRun:
             return None
         # Samples of one batch of the user's are compared; accumulated batches are loaded as one.
         group = self.given[0] if trains and self.given is not None and self.options.schedule is None else 0
-        return comparing_step(trainer, model, inputs, group=group)
+        found = comparing_step(trainer, model, inputs, group=group)
+        if found is not None and is_sharded(model):
+            raise BatchfitError(
+                "the loss compares the samples of a batch, which are encoded in microbatches, twice each: "
+                "under FSDP2 ranks with other numbers of them would have other collectives. Use DDP, or "
+                "train without adapt. compared='warn' cuts the batch all the same"
+            )
+        return found
 
     def logged(self, report: Any) -> Any:
         """The report of a batch, once its OOM retries are in the log."""
@@ -142,7 +155,7 @@ class TrainerRun:
             )
         return report
 
-    def _undo_counts(self, trainer: Any, microbatcher: Any) -> None:
+    def undo_counts(self, trainer: Any, microbatcher: Any) -> None:
         """Let a retry undo what the failed attempt has counted and logged."""
         microbatcher._also_restores(lambda: save_counts(trainer))
         microbatcher._also_restores(lambda: functools.partial(self._drop_logs, len(self._deferred or ())))
@@ -176,7 +189,7 @@ class TrainerRun:
         if found is None:
             self._evaluators.clear()
             found = self._evaluators[id(model)] = batchfit.Microbatcher(model, budget=self.options.budget)
-            self._undo_counts(trainer, found)
+            self.undo_counts(trainer, found)
         return found
 
     def drop_evaluators(self, *models: nn.Module) -> None:
@@ -359,6 +372,7 @@ class TrainerRun:
             "version": _VERSION,
             "batch_size": trainer.get_total_train_batch_size(trainer.args),
             "microbatch_size": self.microbatch_size,
+            "generation_size": self.generation_size,
             "is_ragged": self.is_ragged,
             "device": _name_of(trainer.args.device),
         }
@@ -383,6 +397,7 @@ class TrainerRun:
             raise BatchfitError(f"{path} has version {self.saved.get('version')!r}, not {_VERSION}")
         if self.saved["device"] == _name_of(trainer.args.device):
             self.microbatch_size, self.is_ragged = self.saved["microbatch_size"], self.saved["is_ragged"]
+            self.generation_size = self.saved.get("generation_size")
         was, now = self.saved["batch_size"], trainer.get_total_train_batch_size(trainer.args)
         scheduled = "loader" in self.saved
         if scheduled != (self.options.schedule is not None):
@@ -411,6 +426,7 @@ class TrainerRun:
         self._microbatchers.clear()
         self.logs.clear()
         self.microbatch_size, self.is_ragged = None, False
+        self.generation_size = self.phases = None
 
 
 def _length_of(value: Any) -> int | None:

@@ -11,7 +11,6 @@ Rules
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,10 +28,11 @@ from batchfit.integrations.transformers.comparing import run_compared
 from batchfit.integrations.transformers.epochs import ResumedSteps, ScheduledLoader, plan_epochs
 from batchfit.integrations.transformers.evaluation import predict_in_microbatches
 from batchfit.integrations.transformers.loaders import local_batch
-from batchfit.integrations.transformers.losses import is_whole
+from batchfit.integrations.transformers.losses import opened
 from batchfit.integrations.transformers.options import Options, check_names, check_trainer
 from batchfit.integrations.transformers.probing import keeping_mode, uncounted
 from batchfit.integrations.transformers.reduction import adds_up, items_of, warn_of_unknown
+from batchfit.integrations.transformers.rl.checks import generates
 from batchfit.integrations.transformers.run import TrainerRun
 from batchfit.integrations.transformers.search import find_microbatch
 
@@ -50,6 +50,7 @@ class BatchfitMixin:
     """
 
     _batchfit: TrainerRun
+    _batchfit_merges = True  # batches that the Trainer would accumulate are loaded as one
 
     def __init__(self, *args: Any, batchfit: Options | None = None, **kwargs: Any) -> None:
         self._batchfit = _new_run(batchfit)
@@ -73,18 +74,25 @@ class BatchfitMixin:
         self.callback_handler.callbacks.insert(0, callback)
         run.given = args.per_device_train_batch_size, args.gradient_accumulation_steps
         run.checkpoint = named.get("resume_from_checkpoint", given[2] if len(given) > 2 else None)
-        args.per_device_train_batch_size, args.gradient_accumulation_steps = math.prod(run.given), 1
-        self._train_batch_size = math.prod(run.given)
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = self._batchfit_loaded
+        self._train_batch_size = args.per_device_train_batch_size
         if "batch_size" in named:  # which transformers before 5.3 writes into `_train_batch_size`
             named["batch_size"] = self._train_batch_size
         # The Trainer sets it in its first epoch, which is after the search.
-        self.current_gradient_accumulation_steps = 1
+        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         try:
             return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
         finally:
             args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size = sizes
             self.callback_handler.callbacks.remove(callback)
             run.end()
+
+    @property
+    def _batchfit_loaded(self) -> tuple[int, int]:
+        """The per-device size and the accumulation that the Trainer trains with."""
+        assert self._batchfit.given is not None
+        size, accumulated = self._batchfit.given
+        return (size * accumulated, 1) if self._batchfit_merges else (size, accumulated)
 
     def _prepare_for_training(self: Any, *given: Any, **named: Any) -> Any:
         """Begin before the clock of `train_runtime` starts; transformers before 5.3 has no such hook."""
@@ -98,14 +106,17 @@ class BatchfitMixin:
         if run.has_begun:
             return
         run.has_begun = True
-        self.args.per_device_train_batch_size = math.prod(run.given)
+        self.args.per_device_train_batch_size = self._batchfit_loaded[0]
         self.state.train_batch_size = run.given[0]  # a plain Trainer may go on from the checkpoint
         if run.loader is not None:
             run.follow_schedule(self, _inner(self.optimizer))
         if run.options.find and run.microbatch_size is None:
             loader = self.callback_handler.train_dataloader
             with uncounted(self):
-                find_microbatch(self, self.model_wrapped, loader, _inner(self.optimizer))
+                self._batchfit_find(loader, _inner(self.optimizer))
+
+    def _batchfit_find(self: Any, loader: Any, optimizer: Any) -> None:
+        find_microbatch(self, self.model_wrapped, loader, optimizer)
 
     def create_optimizer(self: Any, *given: Any, **named: Any) -> Any:
         optimizer = super().create_optimizer(*given, **named)  # type: ignore[misc]
@@ -133,20 +144,21 @@ class BatchfitMixin:
             microbatcher = run.microbatcher_of(self, model, sums=False)
             with run.deferring_logs(self.log):
                 return run.logged(run_compared(self, compared, microbatcher, model, inputs)).loss
-        sums = adds_up(self, inputs, num_items_in_batch)
+        batch = opened(self, model, inputs)
+        sums = adds_up(self, batch, num_items_in_batch)
         microbatcher = run.microbatcher_of(self, model, sums=sums)
         # Trainer scales losses for DDP's mean over ranks; the Microbatcher adds sums up over ranks.
         ranks = self.args.world_size if sums else 1
 
         def loss_of(micro: Any) -> Any:
-            if run.options.compared == "error" and not is_whole(micro, inputs):
+            if run.options.compared == "error" and not batch.is_whole(micro):
                 check_cut(self, inputs)
-            items = items_of(self, micro, inputs, num_items_in_batch, sums=sums)
-            loss = self._batchfit_loss(step, model, micro, items)
+            items = items_of(self, micro, batch, num_items_in_batch, sums=sums)
+            loss = batch.loss(micro, lambda given: self._batchfit_loss(step, model, given, items))
             return loss if ranks == 1 else loss / ranks
 
         with run.deferring_logs(self.log):
-            report = microbatcher.backward(loss_of, inputs, scaler=self.accelerator.scaler)
+            report = microbatcher.backward(loss_of, batch.cut, scaler=self.accelerator.scaler)
         if num_items_in_batch is not None and len(report.microbatch_sizes) > 1:
             warn_of_unknown(self)
         run.logged(report)
@@ -215,7 +227,7 @@ class BatchfitMixin:
         if run.options.schedule is not None:
             scheduled = run.open_loader(self, loader)
             return scheduled if run.given is None else ScheduledLoader(run, scheduled)
-        if run.given is not None:
+        if run.given is not None and self._batchfit_merges:
             run.local = local_batch(self, loader, given=run.given[0], accumulated=run.given[1])
             run.count_batches(loader, ranks=self.args.world_size)
         return loader
@@ -241,7 +253,7 @@ class BatchfitMixin:
 
     def _load_callback_state(self: Any) -> None:
         if self._batchfit.given is not None:
-            self.args.per_device_train_batch_size = math.prod(self._batchfit.given)
+            self.args.per_device_train_batch_size = self._batchfit_loaded[0]
         super()._load_callback_state()  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, model: Any, trial: Any, *given: Any) -> None:
@@ -316,7 +328,12 @@ def _with_mixin(kind: Any) -> Any:
         make, (_, *given), *rest = super(adapted, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
         return _revive, (kind, make, *given), *rest
 
-    adapted = type(f"Batchfit{kind.__name__}", (BatchfitMixin, kind), {"__reduce_ex__": __reduce_ex__})
+    mixin: Any = BatchfitMixin
+    if generates(kind):
+        from batchfit.integrations.transformers.rl.mixin import GenerationMixin  # made from ours
+
+        mixin = GenerationMixin
+    adapted = type(f"Batchfit{kind.__name__}", (mixin, kind), {"__reduce_ex__": __reduce_ex__})
     return adapted
 
 

@@ -8,7 +8,7 @@ Rules
 - After an OOM the next size is half, or the largest that is known to run where that is more.
 - Growing is cautious: after some calm batches a number of microbatches between the known ones is run; each
   failure doubles the wait. Where memory can be read, only a size that the readings allow is run.
-- An unseen shape starts from what related shapes show: a longer batch is cut smaller before an OOM.
+- A new shape starts from what related shapes show: a longer batch is cut smaller before an OOM.
 - A size that ran for longer samples runs for shorter ones: no shape is cut smaller than that, until it fails.
 """
 
@@ -302,7 +302,7 @@ class MicrobatchEvent:
 
     Attributes:
         kind: "shrunk" (OOM), "grown", "lowered" (allocation retries), "retry" (fragmented memory: the same
-            size again), "skipped" (a batch without weight) or "relearned" (what was learned is void).
+            size again), "skipped" (a batch without weight) or "relearned" (what was learned is not used).
         size_before: the size before.
         size_after: the size from now on.
         why: the reason, as a sentence.
@@ -344,7 +344,7 @@ class EventLog:
     ) -> None:
         """Log an event, and call `on_event` with it."""
         event = MicrobatchEvent(kind, before, after, why, peak_bytes, shape)
-        log.log(logging.INFO if kind in ("grown", "lowered", "skipped") else logging.WARNING, "%s", event)
+        log.log(logging.WARNING if kind == "relearned" else logging.INFO, "%s", event)
         if self._on_event is not None:
             self._on_event(event)
 

@@ -39,7 +39,7 @@ class ImportWatch:
         self._asking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec of a module that is waited for, with a loader that calls back; None for all others."""
+        """The spec of a module that is expected, with a loader that calls back; None for all others."""
         if name not in self._after or self._asking:
             return None
         self._asking = True

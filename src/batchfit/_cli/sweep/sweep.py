@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from batchfit import errors
-from batchfit._cli.commands.sweep_file import SweepFile
-from batchfit._cli.commands.sweep_flags import SweepFlags
-from batchfit._cli.commands.sweep_table import screen_here
 from batchfit._cli.exits import (
     Code,
     CommandFailed,
@@ -30,6 +27,9 @@ from batchfit._cli.exits import (
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.programs.sweep import asked_of_command
 from batchfit._cli.progress import own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.sweep.sweep_file import SweepFile
+from batchfit._cli.sweep.sweep_flags import SweepFlags
+from batchfit._cli.sweep.sweep_table import screen_here
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import home_of, parse_target
 from batchfit._sweep.pure.grid import Entry

@@ -1,0 +1,1 @@
+"""Reading a snapshot and deciding what it means, without torch."""

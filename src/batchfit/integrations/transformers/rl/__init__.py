@@ -1,0 +1,1 @@
+"""TRL's trainers that generate (GRPO, RLOO) in `adapt`: `mixin.py` is what the trainer becomes."""
