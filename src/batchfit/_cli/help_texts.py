@@ -146,7 +146,7 @@ Without TARGET all targets of pyproject.toml are checked:
 Examples:
   batchfit check train.py:make --batch-size 8 --update
   batchfit check train.py:make --max-increase 2%
-  batchfit check train.py:make --batch-size 8 --max-peak 20GiB --baseline m.json
+  batchfit check train.py:make --batch-size 8 --max-peak 20GiB
   batchfit check --markdown comment.md
 
 {exit_codes("check")}
