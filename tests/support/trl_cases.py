@@ -144,8 +144,8 @@ def trainer_of(
     **given: Any,
 ) -> Any:
     """A trainer of TRL on the CPU: by default one step of one batch, plain SGD, no clipping."""
-    if kind in ("DPO", "KTO") and more is None:
-        more = {"ref_model": model_for(kind, seed=1)}
+    if kind in ("DPO", "KTO") and "peft_config" not in (more or {}):
+        more = {"ref_model": model_for(kind, seed=1), **(more or {})}
     home = importlib.import_module(_HOMES.get(kind, "trl"))
     arguments = {
         "output_dir": str(folder),
