@@ -29,6 +29,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT packed, wrapped": ("SFT", {**PACKED, "batch": 5, "packing_strategy": "wrapped"}),
     "SFT completions": ("SFT", {"data": "completion"}),
     "SFT packed completions": ("SFT", {**PACKED, "data": "completion"}),
+    "SFT assistant only": ("SFT", {"data": "chat", "assistant_only_loss": True}),
+    "SFT packed, assistant only": (
+        "SFT",
+        {**PACKED, "max_length": 48, "data": "chat", "assistant_only_loss": True},
+    ),
     "SFT chunked_nll": ("SFT", {"loss_type": "chunked_nll"}),
     "SFT dft": ("SFT", {"loss_type": "dft"}),
     "SFT label smoothing": ("SFT", {"label_smoothing_factor": 0.1}),
