@@ -134,9 +134,28 @@ def test_a_version_with_a_result_is_run_again_only_when_it_is_named(tmp_path: Pa
         versions.chosen(["2.3"], found)
 
 
+def test_the_parts_of_a_run_that_was_cut_off_are_stored_and_the_others_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "FOLDER", tmp_path)
+    monkeypatch.setattr(versions, "doctor", lambda *_: DOCTOR)
+    monkeypatch.setattr(versions, "installed", lambda _: {"peft": "0.21.2"})
+    row = versions.ROWS[2]
+    with pytest.raises(SystemExit, match=rf"has ended with torch {re.escape(row.name)}:"):
+        versions.ended(row)
+    parts = {name: READ | {"seconds": 60} for name in ("pure", "torch, a to l")}
+    (tmp_path / row.name).mkdir()
+    (tmp_path / row.name / "parts.json").write_text(json.dumps({"source": "abc", "parts": parts}))
+    found = {row.name: versions.ended(row)}
+    assert (found[row.name]["source"], found[row.name]["parts"]) == ("abc", parts)
+    assert "**not run: integrations, ranks, torch, m to z**" in versions_page.page(found)
+    assert row in versions.chosen([], found)
+
+
 def test_the_parts_are_all_of_make_test() -> None:
     """Every file of tests is in one part, the pure ones with torch blocked."""
     parts = versions.parts(ROOT)
+    assert tuple(parts) == versions_page.PARTS
     every = {path.relative_to(ROOT) for path in ROOT.glob("tests/**/test_*.py")}
     seen: list[Path] = []
     for asked in parts.values():

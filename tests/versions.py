@@ -4,6 +4,7 @@
     python tests/versions.py run --torch 2.15     # one of them, whether it has a result or not
     python tests/versions.py run --torch 2.15 --failed          # only the tests that failed there
     python tests/versions.py run --torch 2.15 --environment DIR # in an environment that is there already
+    python tests/versions.py ended --torch 2.15                 # of a run that was cut off: parts that ended
     python tests/versions.py add REPORT.xml --doctor doctor.json --commit C --machine "one H200"
     python tests/versions.py page                 # the page again, of the stored results
 
@@ -289,9 +290,24 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, a
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-    about = {"date": today(), "source": commit, "machine": f"{os.cpu_count()} cores, no GPU"}
+    about = about_this_machine(commit)
     about |= described(said, beside) | ({} if taken_mib is None else {"install_mib": round(taken_mib)})
     return {**about, "parts": done} if before is None else run_again(before, about, done)
+
+
+def about_this_machine(commit: str) -> Results:
+    return {"date": today(), "source": commit, "machine": f"{os.cpu_count()} cores, no GPU"}
+
+
+def ended(row: Row) -> Results:
+    """Of a run of that row that was cut off, or goes on: the parts that ended. The page names the others."""
+    folder = FOLDER / row.name
+    begun = folder / "parts.json"
+    if not begun.exists():
+        raise SystemExit(f"no part of the tests has ended with torch {row.name}: {begun} is not there")
+    kept, venv = json.loads(begun.read_text(encoding="utf-8")), folder / "venv"
+    known = described(doctor(venv, folder), installed(venv))
+    return {**about_this_machine(kept["source"]), **known, "parts": kept["parts"]}
 
 
 def copied(folder: Path) -> Path:
@@ -394,7 +410,8 @@ def chosen(named: Sequence[str], found: dict[str, Results], *, again: bool = Fal
     unknown = set(named) - {row.name for row in ROWS}
     if unknown:
         raise SystemExit(f"--torch must be one of {', '.join(row.name for row in ROWS)}, not {unknown.pop()}")
-    return [row for row in ROWS if (row.name in named if named else again or row.name not in found)]
+    whole = {name for name, result in found.items() if not versions_page.not_run(result)}
+    return [row for row in ROWS if (row.name in named if named else again or row.name not in whole)]
 
 
 def run(given: argparse.Namespace) -> int:
@@ -433,6 +450,8 @@ def parser() -> argparse.ArgumentParser:
     )
     running.add_argument("--keep", action="store_true", help="leave the last environment and its logs")
     running.add_argument("-n", "--processes", type=int, default=2)
+    ending = commands.add_parser("ended", help="store the parts that ended of a run that was cut off")
+    ending.add_argument("--torch", required=True, choices=[row.name for row in ROWS])
     adding = commands.add_parser("add", help="store reports that pytest wrote on another machine")
     adding.add_argument("reports", nargs="+", type=Path, metavar="REPORT.xml")
     adding.add_argument(
@@ -449,6 +468,8 @@ def main() -> int:
     given = parser().parse_args()
     if given.command == "run":
         return run(given)
+    if given.command == "ended":
+        store(given.torch, ended(next(row for row in ROWS if row.name == given.torch)))
     if given.command == "add":
         said = json.loads(given.doctor.read_text(encoding="utf-8"))
         result = from_elsewhere(
