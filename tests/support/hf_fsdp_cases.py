@@ -127,6 +127,26 @@ def follow_a_schedule(rank: int, folder: Path) -> Any:
     return answers
 
 
+class FailsWhenProbed(BatchfitTrainer):
+    """Its loss of two samples, which batchfit asks for first, cannot be computed on one rank."""
+
+    def compute_loss(self, model: Any, inputs: Any, **named: Any) -> Any:
+        if dist.get_rank() == 1 and not model.training:
+            raise ValueError("no loss in eval mode")
+        return super().compute_loss(model, inputs, **named)
+
+
+def fail_in_the_probe(rank: int, folder: str) -> None:
+    join_ranks(rank, dist.get_world_size())
+    with sharding_on_cpu():
+        FailsWhenProbed(
+            gpt2(),
+            arguments(Path(folder), **sharded()),
+            train_dataset=Tokens(),
+            batchfit=Options(find=False),
+        ).train()
+
+
 CASES: dict[str, Callable[[int, Path], Any]] = {
     "gpt2": lambda rank, folder: train_with_faults(rank, "gpt2", folder),
     "bert": lambda rank, folder: train_with_faults(rank, "bert", folder),

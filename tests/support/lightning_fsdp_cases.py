@@ -46,6 +46,11 @@ class Sharded(cases.Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
+class NoMean(Sharded):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.log("odd", self.loss(batch).sqrt() * len(batch[0]) ** 0.5)
+
+
 def fit(rank: int, *names: str, limit: int | None = None, **options: Any) -> tuple[Any, Any, Any]:
     """A module, its Trainer and its callbacks after `fit`."""
     world_size = dist.get_world_size()
@@ -72,9 +77,12 @@ def fit(rank: int, *names: str, limit: int | None = None, **options: Any) -> tup
     )
     strategy.cluster_environment = TorchElasticEnvironment()
     size, val, resume = options.pop("size", 64), options.pop("val", None), options.pop("resume", None)
+    kind, tunes = options.pop("kind", Sharded), options.pop("tunes", False)
     run = cases.trainer(*callbacks, strategy=strategy, devices=world_size, **options)
-    module = cases.seeded(lambda: Sharded(limit))
+    module = cases.seeded(lambda: kind(limit))
     loader = DataLoader(cases.data(320, dtype=torch.float64), batch_size=size)
+    if tunes:
+        return module, run, ours.Tuner(run).scale_batch_size(module, loader, tolerance=0.0, soak_steps=4)
     evaluated = None if val is None else DataLoader(loader.dataset, batch_size=val)
     run.fit(module, loader, evaluated, ckpt_path=resume)
     return module, run, callbacks
@@ -120,6 +128,12 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     for name, names, limit in (("whole", (), None), ("cut", ("oom",), less)):
         module, run, _ = fit(rank, *names, limit=limit, size=32, val=64, max_epochs=2)
         found[f"validation {name}"] = [float(run.callback_metrics["val_loss"]), *numbers(module)]
+    module, run, size = fit(rank, limit=60 if is_less else 100, tunes=True)
+    found["tuner"] = [size, run.global_step]
+    try:
+        fit(rank, "oom", limit=less, size=32, val=64, kind=NoMean)
+    except BatchfitError as error:
+        found["no mean"] = str(error)
     try:
         fit(rank, "oom", shards=1, tensor_parallel=dist.get_world_size())
     except BatchfitError as error:

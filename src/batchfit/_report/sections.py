@@ -146,10 +146,11 @@ def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTab
     rows: list[tuple[str, ...]] = []
     chosen: list[int] = []
     for name, one in profiles:
+        sizes = {p.size for p in one.points}
         for p in one.points:
             if p.size == one.recommended:
                 chosen.append(len(rows))
-            rows.append((f"{name}{p.size:,}", *point_cells(p, unsteady=" (not steady)")))
+            rows.append((f"{name}{p.size:,}", *point_cells(p, unsteady=" (not steady)", sizes=sizes)))
     return HtmlTable(columns, tuple(rows), chosen=chosen).without_empty(*columns[:4])
 
 

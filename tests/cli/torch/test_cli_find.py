@@ -949,7 +949,7 @@ def test_demo_ends_with_size_table_and_file(is_small: bool, project: Path) -> No
     report = Path(ran.stdout.splitlines()[-1].removeprefix("  report     "))
     assert report.name == "batchfit-demo.html"
     page = report.read_text(encoding="utf-8")
-    assert f"batch size {fit.batch_size} is the largest that lasts on cpu" in page
+    assert f"Batch size {fit.batch_size} is the largest that lasts on cpu" in page
     assert "recommended batch size" in page
     assert not list(project.glob("**/*.html"))
     report.unlink()

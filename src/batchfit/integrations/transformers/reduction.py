@@ -127,7 +127,11 @@ def _probe_together(
     microbatcher = batchfit.Microbatcher(model, split=lambda batch, sizes: [batch], count=lambda batch: 1)
     try:
         (found,) = microbatcher.map(losses, rows).tolist()
-    except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
-        log.debug("%s: %r", UNKNOWN, error)
-        return None
+    except Exception as error:
+        # Not None, as in one process: a rank that has failed alone would go on, and the others wait for it.
+        error.add_note(
+            f"batchfit: {UNKNOWN}, and under FSDP2 the loss of a few samples must run on all ranks. Set "
+            "trainer.loss_is_scaled_for_ga, True where it divides and False for a mean"
+        )
+        raise
     return scales_with_items(*found)

@@ -70,6 +70,16 @@ def test_an_oom_of_some_ranks_in_validation_holds_nobody_up(reported: list[dict[
         assert one["validation cut"] == pytest.approx(one["validation whole"], abs=1e-10)
 
 
+def test_a_value_that_is_no_mean_is_refused_on_all_ranks(reported: list[dict[str, Any]]) -> None:
+    """Also on those whose own batch fits."""
+    for one in reported:
+        assert "the logged value 'odd' is no mean over samples" in one["no mean"]
+
+
+def test_ranks_find_a_size_without_a_run(reported: list[dict[str, Any]]) -> None:
+    assert [one["tuner"] for one in reported] == [[60, 0]] * len(reported)
+
+
 def test_tensor_parallelism_is_refused_with_the_way(reported: list[dict[str, Any]]) -> None:
     for one in reported:
         assert "tensor parallelism" in one["tensor parallel"].lower()

@@ -53,7 +53,7 @@ def test_ranks_that_are_out_of_memory_try_again_with_all_and_end_as_one_process(
     model = cases.MODELS[name]()
     one = Trainer(
         model,
-        arguments(tmp_path, **ONCE, per_device_eval_batch_size=10),
+        arguments(tmp_path, **ONCE, per_device_eval_batch_size=5 * len(answers)),
         train_dataset=cases.data_of(name),
         eval_dataset=cases.data_of(name, 20),
     )
@@ -93,3 +93,12 @@ def test_a_schedule_is_that_of_one_process_and_resumes_from_its_checkpoint(
         assert near(whole, parameters_of(model))
         assert whole == resumed
         assert near(saved, parameters_of(model))
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_where_the_loss_is_probed_stops_all_with_the_reason(tmp_path: Path) -> None:
+    well, ill = run_ranks(cases.fail_in_the_probe, world_size=2, args=(str(tmp_path),), timeout_s=150)
+    assert (ill.error, well.error) == ("ValueError", "RankMissingError")
+    assert "no loss in eval mode" in ill.text
+    assert "Set trainer.loss_is_scaled_for_ga" in ill.text
+    assert "rank 1" in well.text
