@@ -199,7 +199,17 @@ def test_tests_that_were_run_again_are_counted_once() -> None:
     assert after["again"] == [{"source": "abcdef", "date": "2026-11-19", "tests": 2}]
     assert after["parts"]["pure"] == before["parts"]["pure"]
     assert after["parts"]["torch"] == {"passed": 3, "failed": [], "skipped": {"needs gpu": 4}, "seconds": 65}
-    assert "0123456789; 2 again at abcdef" in versions_page.page({"2.15": after})
+    assert "0123456789; 2 again at abcdef |" in versions_page.page({"2.15": after})
+    after = versions.run_again(before, about, {"torch": again}, ["tests/a.py::test_two"])
+    assert "2 again at abcdef, 1 of them no longer there" in versions_page.page({"2.15": after})
+
+
+def test_a_failed_test_that_a_later_commit_lacks_is_known(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("def test_one(): ...\n")
+    (tmp_path / "test_b.py").write_text("import none_such\n")
+    asked = ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_one", "test_b.py"]
+    found = versions.gone(asked, pure=False, venv=Path(sys.executable).parents[1], source=tmp_path)
+    assert found == ["test_a.py::test_two"]
 
 
 def test_a_run_that_was_cut_off_goes_on_with_the_next_part(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ TORCHTUNE = {"torchtune": "0.6.1", "torchao": "0.10.0"}
 STACK = ("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao")
 _MOST_SECONDS = 3 * 3600
 Results = dict[str, Any]
+NOTHING: Results = {"passed": 0, "failed": [], "skipped": {}, "seconds": 0}
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,17 @@ def address(test: str, source: Path) -> str:
     return "::".join([str(path.with_suffix(".py")), *inner])
 
 
+def gone(tests: Sequence[str], *, pure: bool, venv: Path, source: Path) -> list[str]:
+    """Those that this commit no longer has. A file that cannot be imported is there."""
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    command = [environments.python_of(venv), "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    variables = environments.environment() | ({"BATCHFIT_BLOCK_TORCH": "1"} if pure else {})
+    said = subprocess.run([*command, *files], cwd=source, env=variables, capture_output=True, text=True)
+    found = set(said.stdout.splitlines())
+    collected = {line.partition("::")[0] for line in found if "::" in line}
+    return [test for test in tests if test not in found and test.partition("::")[0] in collected]
+
+
 def merged(before: Results, again: Results) -> Results:
     """A part whose failed tests were run again: what they gave now, beside the others."""
     skipped = Counter(before["skipped"]) + Counter(again["skipped"])
@@ -283,7 +295,13 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, a
         else:
             failed = {name: part["failed"] for name, part in before["parts"].items() if part["failed"]}
             tests = {name: [address(one["test"], source) for one in ours] for name, ours in failed.items()}
-            done = {name: run(ours, pure=name == "pure") for name, ours in tests.items()}
+            look = partial(gone, venv=venv, source=source)
+            left_out = {name: look(ours, pure=name == "pure") for name, ours in tests.items()}
+            tests = {name: [one for one in ours if one not in left_out[name]] for name, ours in tests.items()}
+            done = {name: run(ours, pure=name == "pure") if ours else NOTHING for name, ours in tests.items()}
+            for name, ours in tests.items():
+                if counted(done[name]) < len(ours):
+                    raise SystemExit(f"pytest ran {counted(done[name])} of {len(ours)} tests of {name}")
     except BaseException:
         keep = True  # parts that ended are not run again
         raise
@@ -292,7 +310,9 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, a
             shutil.rmtree(folder, ignore_errors=True)
     about = about_this_machine(commit)
     about |= described(said, beside) | ({} if taken_mib is None else {"install_mib": round(taken_mib)})
-    return {**about, "parts": done} if before is None else run_again(before, about, done)
+    if before is None:
+        return {**about, "parts": done}
+    return run_again(before, about, done, [one for ours in left_out.values() for one in ours])
 
 
 def about_this_machine(commit: str) -> Results:
@@ -334,19 +354,31 @@ def run_parts(
     return done
 
 
-def run_again(before: Results, about: Results, again: dict[str, Results]) -> Results:
-    """A stored result in which failed tests were run again, on another commit: both are named."""
+def counted(part: Results) -> int:
+    """How many tests a part has."""
+    return int(part["passed"]) + len(part["failed"]) + sum(part["skipped"].values())
+
+
+def run_again(
+    before: Results, about: Results, again: dict[str, Results], left_out: Sequence[str] = ()
+) -> Results:
+    """A stored result in which failed tests were run again, on another commit: both are named.
+
+    `left_out` are those that the later commit no longer has.
+    """
     tests = sum(len(before["parts"][part]["failed"]) for part in again)
     new = {
         part: merged(found, again[part]) if part in again else found
         for part, found in before["parts"].items()
     }
-    earlier = [*before.get("again", []), {"source": about["source"], "date": about["date"], "tests": tests}]
+    run = {"source": about["source"], "date": about["date"], "tests": tests}
+    if left_out:
+        run["gone"] = sorted(left_out)
     return {
         **before,
         **{name: about[name] for name in ("limits", "libraries")},
         "parts": new,
-        "again": earlier,
+        "again": [*before.get("again", []), run],
     }
 
 

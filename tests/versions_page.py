@@ -123,7 +123,7 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
     lines += ["| torch | date | commit | Python | machine | tests took |", "|---|---|---|---|---|---:|"]
     for result in found.values():
         minutes = sum(part["seconds"] for part in result["parts"].values()) / 60
-        again = "".join(f"; {one['tests']} again at {one['source']}" for one in result.get("again", ()))
+        again = "".join(map(_again, result.get("again", ())))
         lines.append(
             f"| {result['torch']} | {result['date']} | {result['source']}{again} | {result['python']} "
             f"| {_cell(result['machine'])} | {minutes:.0f} min |"
@@ -150,6 +150,12 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
             lines += ["", f"### Failed with torch {name}", ""]
             lines += [f"- `{one['test']}`: {_cell(one['why'])}" for one in failed]
     return lines
+
+
+def _again(run: Results) -> str:
+    """That failed tests were run again, and how many of them a later commit no longer has."""
+    gone = f", {len(run['gone'])} of them no longer there" if run.get("gone") else ""
+    return f"; {run['tests']} again at {run['source']}{gone}"
 
 
 def _any_torch(skipped: Counter[str], torch: str) -> Counter[str]:
