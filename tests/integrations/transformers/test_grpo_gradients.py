@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("trl", reason="needs trl")
 
 import trl_models as tiny  # noqa: E402
+from examples import some_slow  # noqa: E402
 
 from batchfit.errors import BatchfitError  # noqa: E402
 from batchfit.integrations.transformers import adapt  # noqa: E402
@@ -140,7 +141,7 @@ def test_in_single_precision_too(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", ["bnpo", "dapo"])
+@pytest.mark.parametrize("kind", some_slow(["bnpo", "dapo"], is_slow=lambda kind: kind == "bnpo"))
 def test_so_has_one_whose_loss_has_more_terms(kind: str, variant: str, tmp_path: Path) -> None:
     trainer = tiny.trainer(tmp_path, loss_type=kind, precise=True, **VARIANTS[variant])
     compared(trainer, batch_of(trainer), tolerance=1e-10)

@@ -14,12 +14,14 @@ pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("trl", reason="needs trl")
 
 import trl_models as tiny  # noqa: E402
+from examples import some_slow  # noqa: E402
 
 import batchfit  # noqa: E402
 from batchfit.errors import BatchfitError  # noqa: E402
 from batchfit.integrations.transformers import BatchfitMixin, Options, adapt  # noqa: E402
 
 KINDS = ("GRPO", "RLOO")
+MOSTLY_GRPO = some_slow(KINDS, is_slow=lambda kind: kind == "RLOO")
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
@@ -88,7 +90,7 @@ def refusing(model: Any, *, rows: int, gradients: bool, after: int = 0) -> list[
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOSTLY_GRPO)
 def test_what_fits_trains_as_without_batchfit_bit_for_bit(kind: str, tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", kind=kind)
     ours = trained(tmp_path / "ours", adapt, kind=kind)
@@ -100,7 +102,7 @@ def test_what_fits_trains_as_without_batchfit_bit_for_bit(kind: str, tmp_path: P
     assert ours.args.gradient_accumulation_steps == 2
 
 
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("after", some_slow([0, 3], is_slow=lambda after: after == 0))
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_oom_in_generation_is_survived(kind: str, after: int, tmp_path: Path) -> None:
     """Sampled with the same seed: the completions are those of the plain trainer, none twice."""
@@ -119,7 +121,7 @@ def test_an_oom_in_generation_is_survived(kind: str, after: int, tmp_path: Path)
     assert entries[0]["generation_batch_size"] == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOSTLY_GRPO)
 def test_an_oom_in_the_loss_phase_is_survived(kind: str, tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", kind=kind)
 
@@ -361,7 +363,7 @@ def test_a_reward_model_scores_in_microbatches(tmp_path: Path) -> None:
     assert "forward" not in vars(ours.reward_funcs[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOSTLY_GRPO)
 def test_lora_with_a_reference_model_trains_the_same_with_an_oom_in_each_phase(
     kind: str, tmp_path: Path
 ) -> None:
