@@ -323,8 +323,9 @@ def test_gradient_checkpointing_is_restored_after_an_oom_in_generation(tmp_path:
         {"generation_batch_size": 4, "gradient_accumulation_steps": 4},
         {"mask_truncated_completions": True, "loss_type": "bnpo"},
         {"generation_kwargs": {"do_sample": False}},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 3.0},
     ],
-    ids=["generations used twice", "generated within a step", "truncated ones masked", "greedy"],
+    ids=["generations used twice", "generated within a step", "truncated ones masked", "greedy", "entropy"],
 )
 def test_other_settings_train_the_same_with_an_oom_in_each_phase(
     given: dict[str, Any], tmp_path: Path

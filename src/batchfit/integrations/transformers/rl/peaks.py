@@ -23,7 +23,7 @@ import torch
 import batchfit
 from batchfit.integrations.transformers.rl.checks import unguarded_generation
 from batchfit.integrations.transformers.rl.generation import keeping_checkpointing
-from batchfit.integrations.transformers.rl.loss_phase import run_loss
+from batchfit.integrations.transformers.rl.loss_phase import HeldBatch, run_loss
 from batchfit.integrations.transformers.rl.metrics import on_this_rank
 from batchfit.integrations.transformers.rl.phases import phases_of
 
@@ -168,7 +168,7 @@ def _learn_longest(trainer: Any, model: Any, batch: dict[str, torch.Tensor], com
     def once(batch_size: int) -> None:
         model.train()
         model.zero_grad()
-        run_loss(trainer, phases, model, batch, lambda micro: compute(model, dict(micro)), 1.0)
+        run_loss(trainer, phases, model, [HeldBatch(batch, lambda micro: compute(model, micro), 1.0)])
         model.zero_grad()
 
     state = [model, trainer.state, trainer.control, *trainer._batchfit.options.state]
