@@ -214,6 +214,42 @@ def test_training_that_does_not_fit_ends_as_with_enough_memory(
         assert ("out_of_memory" if phase == "loss" else "generation_out_of_memory") in names
 
 
+def test_the_peaks_that_are_found_are_those_of_training(tmp_path: Path) -> None:
+    """Of prompts of one length, and completions that end with the last token."""
+    import transformers
+    from datasets import Dataset
+
+    peaks: list[tuple[int, int]] = []
+
+    class Reading(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *given: Any, **more: Any) -> None:
+            peaks.append((self.generation, memory.peak_bytes))
+
+    reading = Reading()
+    trainer = small(
+        tmp_path, gradient_accumulation_steps=2, max_steps=2, generation_kwargs={"min_new_tokens": 12}
+    )
+    trainer.train_dataset = Dataset.from_dict({"prompt": [f"t{one} t5 t6" * 4 for one in range(2, 34)]})
+    trainer.add_callback(reading)
+    with batchfit.virtual_memory("1GiB") as memory:
+        adapt(trainer)
+        own = trainer._generate_single_turn
+
+        def generate(*given: Any, **more: Any) -> Any:
+            memory.reset_peak()
+            found = own(*given, **more)
+            reading.generation = memory.peak_bytes
+            memory.reset_peak()
+            return found
+
+        trainer._generate_single_turn = generate
+        trainer.train()
+    generation, loss = peaks[-1]  # in the first step the optimizer has no state yet
+    assert trainer.found_generation.peak_bytes == pytest.approx(generation, rel=0.02)
+    assert trainer.found.peak_bytes == pytest.approx(loss, rel=0.02)
+    assert loss > 1.1 * generation
+
+
 def test_short_batches_are_not_held_to_the_size_of_the_longest(tmp_path: Path, living_bytes: int) -> None:
     """One prompt of the dataset is long: what was found for it is the smallest size, not the largest."""
     from datasets import Dataset
@@ -260,6 +296,14 @@ def test_settings_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
     images = tiny.prompts().add_column("image", [None] * 12)
     with pytest.raises(BatchfitError, match=r"images \(image\) .*gradient_checkpointing=True"):
         adapt(tiny.trainer(tmp_path, data=images))
+
+
+def test_another_version_of_the_trainer_is_refused(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path)
+    other = {"__module__": "trl.trainer", "_generate_single_turn": lambda self, prompts: prompts}
+    trainer.__class__ = type("GRPOTrainer", (type(trainer),), other)
+    with pytest.raises(BatchfitError, match=r"as TRL 1\.16 has them.*pip install 'trl>=1\.16'"):
+        adapt(trainer)
 
 
 def test_the_mixin_alone_is_refused(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ def find_peaks(
     if prompt is None:
         log.info("no search before training: the longest prompt is not known; sizes are learned")
         return
+    # Completions of the last generation are there while the next one is made, and while they are trained on.
+    generated = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    buffered = longest_batch(trainer, prompt, generated)
     run.searches = True
     try:
         if unguarded_generation(trainer) is None:
@@ -49,6 +52,7 @@ def find_peaks(
         run.fit = _find_loss(trainer, model, optimizer, prompt, compute)
     finally:
         run.searches = False
+        del buffered
     run.microbatch_size = run.fit.batch_size
     entry = {"microbatch_size": run.microbatch_size}
     elapsed_s = run.fit.elapsed_s
