@@ -22,11 +22,13 @@ _EXPORTS = {
     "LargestRun": "batchfit._rerun.run_largest",
     "IncreaseBatchSizeConfig": "batchfit.schedules",
     "LinearBatchSizeConfig": "batchfit.schedules",
+    "MemoryCheck": "batchfit.results",
     "MemoryExplanation": "batchfit.results",
     "MicrobatchEvent": "batchfit._engine.sizing.pure.sizes",
     "Microbatcher": "batchfit._microbatch.microbatcher",
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
+    "Plan": "batchfit.results",
     "Prediction": "batchfit.results",
     "OomExplanation": "batchfit.results",
     "ScheduleEvent": "batchfit._schedule.pure.plan",
@@ -39,6 +41,7 @@ _EXPORTS = {
     "ThroughputProfile": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
+    "check_memory": "batchfit._check.check",
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
     "explain_oom": "batchfit._why.why",
@@ -46,6 +49,7 @@ _EXPORTS = {
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
     "load_schedule": "batchfit.schedules",
+    "plan": "batchfit._plan.plan",
     "predict_batch_size": "batchfit._predict.predict",
     "profile_throughput": "batchfit._profile.profile",
     "report": "batchfit._report.report",
@@ -66,12 +70,14 @@ __all__ = [
     "IncreaseBatchSizeConfig",
     "LargestRun",
     "LinearBatchSizeConfig",
+    "MemoryCheck",
     "MemoryExplanation",
     "MicrobatchEvent",
     "Microbatcher",
     "MilestoneBatchSizeConfig",
     "NoiseBatchSizeConfig",
     "OomExplanation",
+    "Plan",
     "Prediction",
     "ResizableLoader",
     "ScheduleEvent",
@@ -83,6 +89,7 @@ __all__ = [
     "ThroughputProfile",
     "Trial",
     "Workload",
+    "check_memory",
     "errors",
     "explain_memory",
     "explain_oom",
@@ -90,6 +97,7 @@ __all__ = [
     "generation",
     "inference",
     "load_schedule",
+    "plan",
     "predict_batch_size",
     "profile_throughput",
     "report",
@@ -105,6 +113,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
+    from batchfit._check.check import check_memory
     from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory
@@ -112,6 +121,7 @@ if TYPE_CHECKING:
     from batchfit._loader.loader import ResizableLoader
     from batchfit._microbatch.microbatcher import Microbatcher
     from batchfit._noise.gradient_noise import GradientNoise
+    from batchfit._plan.plan import plan
     from batchfit._predict.predict import predict_batch_size
     from batchfit._profile.profile import profile_throughput
     from batchfit._report.report import report
@@ -123,8 +133,10 @@ if TYPE_CHECKING:
     from batchfit._why.why import explain_oom
     from batchfit.results import (
         FitResult,
+        MemoryCheck,
         MemoryExplanation,
         OomExplanation,
+        Plan,
         Prediction,
         StepReport,
         SweepRecord,

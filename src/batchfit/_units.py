@@ -76,6 +76,16 @@ def format_bytes(count: int) -> str:
     return f"{value:.2f} {unit}" if abs(value) < 10 else f"{value:.1f} {unit}"
 
 
+def format_change(change: int, of: int) -> str:
+    """Bytes with a sign, and their share of what was there before.
+
+    >>> format_change(-(2**20), 2**22)
+    '-1.00 MiB (-25.0 %)'
+    """
+    share = f" ({change / of:+.1%})".replace("%", " %") if of else ""
+    return f"{'+' if change >= 0 else '-'}{format_bytes(abs(change))}{share}"
+
+
 _REQUEST = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
 # What virtual memory says: what is in use is the rest.
 _FREE = re.compile(

@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import batchfit
+from batchfit._check.pure.options import CheckOptions
 from batchfit._cli.commands.schedule_flags import schedule_app
 from batchfit._cli.flags import (
     OUTPUT,
     Command,
     FlagValues,
     Group,
+    ListGpus,
+    ListModels,
     OutputFile,
     ProgramCommand,
     ProgramEnv,
     ProgramSet,
+    ProjectTarget,
     TargetCommand,
     TargetOrCommand,
     WholeTracebacks,
@@ -40,12 +44,14 @@ from batchfit._cli.flags import (
     show_help,
 )
 from batchfit._cli.help_texts import (
+    CHECK_HELP,
     DEMO_HELP,
     DOCTOR_HELP,
     EXPLAIN_HELP,
     FIND_HELP,
     INIT_HELP,
     MAIN_HELP,
+    PLAN_HELP,
     PREDICT_HELP,
     PROFILE_HELP,
     REPORT_HELP,
@@ -56,6 +62,7 @@ from batchfit._cli.help_texts import (
 from batchfit._cli.sweep.sweep_flags import SweepFlags
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._find.pure.options import FindOptions
+from batchfit._plan.pure.options import PlanOptions
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._program.pure.run_options import RunOptions
@@ -160,15 +167,6 @@ def run(
     end(lambda: run_for_real(call))
 
 
-def _list_gpus(wanted: bool) -> None:
-    if wanted:
-        from batchfit._charts.text import as_text
-        from batchfit._cli.commands.predict import gpu_lines
-
-        typer.echo(as_text(gpu_lines()))
-        raise typer.Exit()
-
-
 @app.command(cls=TargetCommand, help=PREDICT_HELP)
 @flags_of(PredictOptions)
 def predict(
@@ -184,16 +182,7 @@ def predict(
     output: OutputFile = None,
     plot: Annotated[Path | None, plot_flag("memory against size")] = None,
     traceback: WholeTracebacks = False,
-    list_gpus: Annotated[
-        bool,
-        typer.Option(
-            "--list-gpus",
-            rich_help_panel=OUTPUT,
-            callback=_list_gpus,
-            is_eager=True,
-            help="Show the GPUs that --gpu knows, and exit.",
-        ),
-    ] = False,
+    list_gpus: ListGpus = False,
 ) -> None:
     from batchfit._cli.commands.predict import predict_target
     from batchfit._cli.delivery import Delivery
@@ -237,6 +226,70 @@ def explain(
     no_program_flags(env, set_)
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
     end(lambda: explain_target(call))
+
+
+@app.command(cls=TargetCommand, help=PLAN_HELP)
+@flags_of(PlanOptions)
+def plan(
+    context: typer.Context,
+    flags: FlagValues,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="A model's name (Qwen/Qwen3-8B), its config.json, or a workload (file.py:name).",
+        ),
+    ],
+    paste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAINER",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Show what to paste for each GPU: transformers, trl, lightning or torchtune.",
+        ),
+    ] = None,
+    json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
+    output: OutputFile = None,
+    traceback: WholeTracebacks = False,
+    list_models: ListModels = False,
+) -> None:
+    from batchfit._cli.commands.plan import plan_target
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
+
+    delivery = Delivery(as_json=json, output=output)
+    call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
+    end(lambda: plan_target(call, paste))
+
+
+@app.command(cls=TargetCommand, help=CHECK_HELP)
+@flags_of(CheckOptions)
+def check(
+    context: typer.Context,
+    flags: FlagValues,
+    target: ProjectTarget = None,
+    json: Annotated[bool, json_flag("The checks as JSON, alone on stdout; several are a list.")] = False,
+    output: OutputFile = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Write Markdown to FILE too, for a comment on a pull request.",
+        ),
+    ] = None,
+    traceback: WholeTracebacks = False,
+) -> None:
+    from batchfit._cli.commands.check import check_targets
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
+
+    delivery = Delivery(as_json=json, output=output, markdown=markdown)
+    call = TargetCall(target or "", flags, delivery, traceback, script_arguments(context))
+    end(lambda: check_targets(call))
 
 
 @app.command(cls=Command, help=WHY_HELP)

@@ -34,6 +34,7 @@ class Code(IntEnum):
     STOPPED = 5
     UNTRACEABLE = 6
     SOME_FAILED = 7
+    MORE_MEMORY = 8
     INTERRUPTED = 130
     TERMINATED = 143
 
@@ -45,8 +46,9 @@ MEANINGS = {
     Code.NOTHING_FITS: "not even the smallest allowed size fits",
     Code.RAISED: "the target, or a step, raised an error",
     Code.STOPPED: "a limit ended the search before any size ran",
-    Code.UNTRACEABLE: "the step cannot be traced (predict, explain); find measures instead",
+    Code.UNTRACEABLE: "the step cannot be traced; find measures instead",
     Code.SOME_FAILED: "some configurations of a sweep failed; the others are in its result",
+    Code.MORE_MEMORY: "check: more memory than the baseline or --max-peak allows",
     Code.INTERRUPTED: "interrupted (Ctrl-C); what was found so far is printed and saved",
     Code.TERMINATED: "terminated (SIGTERM), otherwise as 130",
 }
@@ -57,10 +59,12 @@ _MORE = {
     "run": (Code.NOTHING_FITS, Code.RAISED, Code.STOPPED),
     "predict": (Code.NOTHING_FITS, Code.RAISED, Code.UNTRACEABLE),
     "explain": (Code.RAISED, Code.UNTRACEABLE),
+    "plan": (Code.NOTHING_FITS, Code.RAISED),
     "profile": (Code.NOTHING_FITS, Code.RAISED),
     "sweep": (Code.NOTHING_FITS, Code.RAISED, Code.SOME_FAILED),
     "schedule": (Code.RAISED,),
     "why": (),
+    "check": (Code.RAISED, Code.UNTRACEABLE, Code.MORE_MEMORY),
     "report": (),
     "init": (),
     "doctor": (),

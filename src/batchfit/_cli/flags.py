@@ -34,6 +34,14 @@ TargetOrCommand = Annotated[
         help=f"{TARGET_HELP} Without TARGET: any command after --, with {{}} in the place of the batch size.",
     ),
 ]
+ProjectTarget = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TARGET]",
+        show_default=False,
+        help=f"{TARGET_HELP} Without TARGET: all targets of [tool.batchfit.check] in pyproject.toml.",
+    ),
+]
 PROGRAM = "Commands after --"
 ProgramEnv = Annotated[
     list[str] | None,
@@ -66,6 +74,46 @@ WholeTracebacks = Annotated[
     bool,
     typer.Option(
         "--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks, not only your own frames."
+    ),
+]
+
+
+def _list_gpus(wanted: bool) -> None:
+    if wanted:
+        from batchfit._charts.text import as_text
+        from batchfit._cli.commands.predict import gpu_lines
+
+        typer.echo(as_text(gpu_lines()))
+        raise typer.Exit()
+
+
+def _list_models(wanted: bool) -> None:
+    if wanted:
+        from batchfit._charts.text import as_text
+        from batchfit._cli.commands.plan import model_lines
+
+        typer.echo(as_text(model_lines()))
+        raise typer.Exit()
+
+
+ListGpus = Annotated[
+    bool,
+    typer.Option(
+        "--list-gpus",
+        rich_help_panel=OUTPUT,
+        callback=_list_gpus,
+        is_eager=True,
+        help="Show the GPUs that --gpu knows, and exit.",
+    ),
+]
+ListModels = Annotated[
+    bool,
+    typer.Option(
+        "--list-models",
+        rich_help_panel=OUTPUT,
+        callback=_list_models,
+        is_eager=True,
+        help="Show the models that are known by name, and exit.",
     ),
 ]
 

@@ -170,7 +170,7 @@ def _answered(
     if found[0] is None and len(budgets) == 1:
         raise NothingFitsError(
             1,
-            device=traced.rules.gpu.name,
+            device=traced.rules.gpu.name if basis != "no GPU" or options.gpu else "a GPU of that memory",
             budget_bytes=budgets[0],
             peak_bytes=oracles.of(1).peak(1),
             state_bytes=oracles.of(1).traced.at(1).state_bytes,

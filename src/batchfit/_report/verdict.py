@@ -17,6 +17,7 @@ from batchfit._report.sweep import sweep_clause, sweep_facts
 from batchfit._units import format_bytes
 from batchfit.results import (
     FitResult,
+    MemoryCheck,
     MemoryExplanation,
     OomExplanation,
     Prediction,
@@ -46,6 +47,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
     clauses += [_predicted_each(alone)] if len(alone) > 1 else []
     clauses += [_nothing(one) for one in results if isinstance(one, NothingFits)]
     clauses += [one.summary for one in results if isinstance(one, MemoryExplanation)]
+    clauses += [one.summary for one in results if isinstance(one, MemoryCheck)]
     clauses += [_planned(one) for one in results if isinstance(one, SchedulePlan)]
     left = len(clauses) - _HEADLINES
     found = clauses[:_HEADLINES] + ([f"and {left} more below"] if left > 0 else [])
@@ -91,6 +93,11 @@ def _facts(one: Result) -> list[Fact]:
         return [
             Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
             *([Fact("largest batch as it is", f"{one.largest:,}")] if one.largest is not None else []),
+        ]
+    if isinstance(one, MemoryCheck):
+        return [
+            Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
+            Fact("check", "passed" if one.passed else "failed", one.name),
         ]
     if isinstance(one, OomExplanation):
         return oom_facts(one)

@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from batchfit._arguments import check_callback, check_flag
-from batchfit._loader.pure.progress import Plan, Progress
+from batchfit._loader.pure.progress import EpochPlan, Progress
 from batchfit._schedule.following_loader import FollowingLoader
 from batchfit._schedule.learning_rate import LRClock, ScaledLR
 from batchfit._schedule.noise_choice import NoiseChoice
@@ -141,7 +141,7 @@ class BatchSizeScheduler:
     # --- what it says
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> EpochPlan:
         """The size as a function of progress, for this run: what `ResizableLoader(schedule=)` takes."""
         return self._plan
 
@@ -270,6 +270,8 @@ class BatchSizeScheduler:
             "batch_size": self._size,
             "progress": asdict(self._progress),
         }
+        if self._lr is not None and any(rates := self._lr.state_dict()):
+            state["learning_rates"] = rates
         if (others := self._loader.set_by_others(self._size)) is not None:
             state["loader_batch_size"] = others
         if isinstance(self._plan, Increases):
@@ -308,6 +310,8 @@ class BatchSizeScheduler:
             self._loader.restore(by_hand)
         else:
             self._loader.move(size)
+        if self._lr is not None:
+            self._lr.recognise(state.get("learning_rates", ()))
         factors = self._follow()
         if size != state["batch_size"]:
             why = "the schedule or its limits are others than in the checkpoint"

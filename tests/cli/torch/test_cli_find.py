@@ -659,7 +659,7 @@ class TestCommandLine:
     def test_a_list_of_something_else_is_usage(self) -> None:
         ran = run_here("profile", "train.py:make", "--sizes", "4,x")
         assert ran.exit_code == Code.USAGE
-        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.output
+        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.stderr
 
     def test_gpus_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
@@ -949,7 +949,7 @@ def test_demo_ends_with_size_table_and_file(is_small: bool, project: Path) -> No
     report = Path(ran.stdout.splitlines()[-1].removeprefix("  report     "))
     assert report.name == "batchfit-demo.html"
     page = report.read_text(encoding="utf-8")
-    assert f"batch size {fit.batch_size} is the largest that lasts on cpu" in page
+    assert f"Batch size {fit.batch_size} is the largest that lasts on cpu" in page
     assert "recommended batch size" in page
     assert not list(project.glob("**/*.html"))
     report.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,6 +290,10 @@ def test_settings_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchfitError, match=r"vllm_gpu_memory_utilization .*budget=.*vllm_mode='server'"):
         adapt(trainer)
     adapt(trainer, budget="1GiB")
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2))
+    with pytest.raises(BatchfitError, match=r"under FSDP2 each token that GRPOTrainer generates .*Use DDP"):
+        adapt(trainer, budget="1GiB")
     trainer = tiny.trainer(tmp_path, entropy_coef=0.1)
     trainer.aux_loss_enabled = True
     with pytest.raises(BatchfitError, match=r"Set router_aux_loss_coef=0\.0"):

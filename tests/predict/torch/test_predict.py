@@ -17,7 +17,7 @@ from batchfit._engine.allocator.gpus import DEFAULT, GPUS, Gpu
 from batchfit._engine.allocator.replay import Simulation, simulate
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace import generation, workload
-from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.trace import trace, unseen
 from batchfit._engine.trace.workload import rules_for, trace_workload
 from batchfit._find import predict_first
 from batchfit._find.predict_first import Foresight
@@ -56,7 +56,7 @@ def test_the_answer_for_a_step_that_can_be_worked_out() -> None:
     assert (found.based_on, found.card, found.card_measured, found.margin) == ("no GPU", "h200", True, 0.0)
     assert found.peak_phase in ("forward", "backward")
     assert found.check < 0.001
-    assert found.unseen == ()
+    assert found.unseen == tuple(unseen(()))  # what is said of this torch, whatever the step is
     assert str(found.batch_size) in found.summary
 
 
@@ -187,7 +187,7 @@ def test_a_size_that_is_none_has_no_peak(several: Prediction, size: Any) -> None
         several.peak_bytes_at(size)
 
 
-def test_a_card_is_its_memory_and_its_kernels() -> None:
+def test_a_gpu_is_its_memory_and_its_kernels() -> None:
     found = predict(wide(), gpu="RTX 4090", max_size=10_000)
     assert (found.card, found.card_measured) == ("rtx4090", False)
     assert found.budget_bytes == GPUS["rtx4090"].usable_bytes
@@ -283,7 +283,7 @@ def test_a_loop_over_samples_is_traced_size_by_size() -> None:
     assert found.peak_bytes_at(1) < found.peak_bytes_at(found.batch_size) == found.peak_bytes
 
 
-def test_a_loop_over_many_samples_is_given_up_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_over_many_samples_is_given_up_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace takes as long as the batch is large: nobody waits for a hundred thousand samples."""
     monkeypatch.setattr(workload, "_EACH_SIZE_S", 0.5)
     model = nn.Linear(8, 1)
@@ -324,7 +324,7 @@ def test_the_allocators_settings_come_from_the_environment(monkeypatch: pytest.M
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     assert not allocator_rules().expandable_segments
     assert allocator_rules(True).expandable_segments
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:3")
     with pytest.raises(ValueError, match="allocator settings must be"):
         predict(batchfit.Workload(never, state=[]), budget="1GiB")
 
@@ -369,7 +369,7 @@ def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
     (caveat,) = [note for note in grown.unseen if note.startswith("expandable segments: replayed")]
     assert "for the GPU's own memory" in caveat
     set_to = "expandable_segments:True,per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True"
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", set_to)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", set_to)
     capped = predict(work, gpu="h200", budget=GIB)
     assert capped.batch_size < grown.batch_size, "torch asks the cap about the whole request"
     assert "throw_on_cudamalloc_oom not replayed" in capped.unseen[-2]
@@ -388,7 +388,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_search_is_told_what_predict_would_answer() -> None:
+def test_a_search_gets_what_predict_would_answer() -> None:
     sight = Foresight.of(wide(), budget_bytes=GIB)
     assert sight is not None
     end = sight.largest()
@@ -425,7 +425,7 @@ def test_without_calibration_what_is_held_beside_the_workload_counts(monkeypatch
 def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")  # a torch of later may take it
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:3")  # a torch of later may take it
     assert Foresight.of(wide(), budget_bytes=GIB) is None
 
     def broken(*_: object, **__: object) -> None:
@@ -447,7 +447,7 @@ def test_a_calibration_runs_within_what_is_there_whatever_is_asked_about() -> No
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_look_that_needs_more_than_traced_lowers_what_a_search_is_told() -> None:
+def test_a_trial_that_needs_more_than_traced_lowers_what_a_search_gets() -> None:
     sight = Foresight.of(wide(), budget_bytes=4 * GIB)
     assert sight is not None
     end, look = sight.largest(), sight.size_to_confirm()
@@ -636,7 +636,7 @@ def test_generation_is_its_prompt_and_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("keeps", ["graph", "loss", "last"])
-def test_a_step_that_leaves_more_and_more_is_told(keeps: str) -> None:
+def test_a_step_that_leaves_more_and_more_is_reported(keeps: str) -> None:
     """`losses.append(out)` keeps it all; the loss of a mean squared error holds its all by itself."""
     model = nn.Linear(64, 256)
     optimizer = torch.optim.Adam(model.parameters())

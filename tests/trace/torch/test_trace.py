@@ -250,7 +250,7 @@ def test_what_optimizers_take_while_they_run() -> None:
     assert fused < weights // 100
 
 
-def test_adafactor_is_one_parameter_at_a_time_unless_told() -> None:
+def test_adafactor_is_one_parameter_at_a_time_unless_asked() -> None:
     both = [
         traced(trained(mlp(512), partial(torch.optim.Adafactor, foreach=foreach))).peak_bytes
         for foreach in (None, False, True)
@@ -673,9 +673,10 @@ def test_a_compiled_module_is_traced_as_if_it_were_not() -> None:
     found = traced(work)
     assert (found.sizes, found.events) == (plain.sizes, plain.events)
     whole = trace_workload(work, rules=rules_for(work), budget_bytes=2**30)
-    assert whole.unseen == ("torch.compile of Sequential: traced as if not compiled",)
+    of_torch = tuple(unseen(()))  # what is said of this torch, whatever the step is
+    assert whole.unseen == (*of_torch, "torch.compile of Sequential: traced as if not compiled")
     model[2].compile()
-    assert list(unseen([model])) == ["torch.compile of 2: traced as if not compiled"]
+    assert tuple(unseen([model])) == (*of_torch, "torch.compile of 2: traced as if not compiled")
 
 
 def test_a_step_that_moves_its_batch_to_cuda() -> None:
@@ -690,7 +691,7 @@ def test_a_step_that_moves_its_batch_to_cuda() -> None:
     assert kinds(found)["gradients"] == 2 * kinds(found)["weights"]
 
 
-def test_a_cached_mask_is_made_in_each_trace_anew() -> None:
+def test_a_cached_mask_is_made_in_each_trace_again() -> None:
     class Cached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -710,7 +711,7 @@ def test_a_cached_mask_is_made_in_each_trace_anew() -> None:
     assert type(model.mask) is torch.Tensor
 
 
-def test_attention_takes_the_kernel_of_the_card() -> None:
+def test_attention_takes_the_kernel_of_the_gpu() -> None:
     def operations(card: str, dtype: torch.dtype, head: int = 64, mask: bool = False) -> set[str]:
         layer = nn.Linear(head, head).to(dtype)
 
@@ -823,6 +824,10 @@ def test_a_mask_that_a_model_makes_for_itself_and_that_hides_nothing_is_left_out
             n for n, o in zip(found.sizes, found.origins, strict=True) if o.operation == "aten.where.self"
         ]
 
+    if hf.__version__.startswith("4."):  # it asks a mask for its values, also in a trace
+        with pytest.raises(UntraceableError, match="reads a value that depends on the data"):
+            kept(hidden=3)
+        return
     assert 2 * 32 * 32 * 4 in kept(hidden=3)
     assert kept(hidden=0) == []
 
@@ -931,7 +936,7 @@ def test_what_stands_in_the_way_is_named_with_its_line(
     assert ".." not in str(error)
 
 
-def test_an_optimizer_that_is_used_wrongly_is_told_in_its_own_words() -> None:
+def test_an_optimizer_that_is_used_wrongly_is_refused_in_its_own_words() -> None:
     """Torch's notes for its profiler are not the operation that failed."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.LBFGS(model.parameters())

@@ -65,6 +65,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         check: Callable[[], None],
         limit_s: float | None = None,
         counts_host: bool = False,
+        detailed: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.faked = faked
@@ -74,10 +75,10 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self.refused: list[UntraceableError] = []  # the program may have caught them
         self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
-        self.blocks = Blocks()
+        self.blocks = Blocks(detailed=detailed)
         self.in_place = InPlace()
         self.generating: Generating | None = None  # set where the step generates
-        self._where = Whereabouts(faked.module_names, outside)
+        self._where = Whereabouts(faked.module_names, outside, detailed=detailed)
         self._values = KnownValues()
         self._operations: dict[Any, Operation] = {}
         self.reads = LibraryReads()

@@ -95,6 +95,38 @@ class Peak:
         )
 
 
+def highest_moments(peak: Peak, *, key: Callable[[int], object], most: int, share: float) -> list[Peak]:
+    """The highest moment of each phase of the last step, and of what else is high: the highest first.
+
+    `key` says of a block what it has made high (a line): of each, and each phase, the highest moment counts,
+    if it reaches that share of the peak. There are at most so many, but one of each phase. A block that is
+    freed says nothing about the phase.
+    """
+    trace = peak.trace
+    total = 0
+    best: dict[tuple[str, object], tuple[int, int]] = {}
+    begin = _last_begins(trace)
+    for position, event in enumerate(trace.events):
+        total += grained(trace.sizes[event]) if event >= 0 else -grained(trace.sizes[~event])
+        if position >= begin and event >= 0 and (total >= share * peak.size or not best):
+            place = phase_of(trace.origins[event]), key(event)
+            if total > best.get(place, (-1, 0))[0]:
+                best[place] = (total, position)
+    ranked = sorted(best.items(), key=lambda item: (-item[1][0], item[1][1]))
+    seen: set[str] = set()
+    moments: list[int] = []
+    for (phase, _), (_, position) in ranked:
+        if len(moments) < most or phase not in seen:
+            seen.add(phase)
+            moments.append(position)
+    return [Peak(trace, one, tuple(trace.live_after(one + 1))) for one in moments or [peak.moment]]
+
+
+def phase_of(origin: Origin) -> str:
+    """The phase that a block is made in."""
+    return "forward" if origin.phase == "batch" else origin.phase
+
+
 def grained(size: int) -> int:
     """What the allocator gives for that many bytes."""
     return -(-size // GRAIN) * GRAIN
@@ -195,7 +227,7 @@ def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside
     others: dict[str, list[int]] = defaultdict(list)
     for block in peak.live:
         origin = peak.trace.origins[block]
-        path = _path(origin, classes)
+        path = module_path(origin, classes)
         if path is None:
             others[_elsewhere(origin, outside)].append(block)
         else:
@@ -206,7 +238,7 @@ def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside
     return _ranked(found)
 
 
-def _path(origin: Origin, classes: Mapping[str, str]) -> str | None:
+def module_path(origin: Origin, classes: Mapping[str, str]) -> str | None:
     """The path of the module that a block belongs to; None where it belongs to none."""
     if origin.kind in STATE:  # their origin names a tensor: the module is what comes before
         return origin.module.rpartition(".")[0] if origin.module else None

@@ -17,6 +17,7 @@ from batchfit.integrations.transformers.predictions import (
     per_sample,
 )
 from batchfit.integrations.transformers.reduction import adds_up, items_of
+from batchfit.integrations.transformers.sharding import is_sharded
 from batchfit.integrations.trl.packed import is_packed
 
 
@@ -35,6 +36,8 @@ def predict_in_microbatches(
     batch = opened(trainer, model, inputs, trains=False)
     sums = adds_up(trainer, batch, items)
     generates = getattr(trainer.args, "predict_with_generate", False) and not loss_only
+    if generates and is_sharded(model):  # each token is a forward with collectives: how many, samples decide
+        return step(model, inputs, loss_only, **options)
     dtypes: set[torch.dtype] = set()
 
     def predict(micro: Any) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from batchfit.integrations.trl.packed import LABEL_COUNT
 log = logging.getLogger("batchfit")
 
 _IGNORED = -100
+FACTORS = (1, 2, 1)  # of the number of items, with which the loss of the same samples is computed
+UNKNOWN = "whether the loss is divided by num_items_in_batch is not known"
 
 
 def rows_of(batch: Any) -> int:
@@ -98,16 +100,18 @@ def divides_by_items(loss_of: Callable[[Any], torch.Tensor], items: Any) -> bool
     `loss_of(items)` is the loss of the same few samples each time, with the same random numbers.
     """
     found = []
-    for factor in (1, 2, 1):
+    for factor in FACTORS:
         try:
             with torch.no_grad():
                 found.append(float(loss_of(items * factor).double().mean()))
         except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
-            log.debug(
-                "whether the loss is divided by num_items_in_batch is not known: %s", type(error).__name__
-            )
+            log.debug("%s: %s", UNKNOWN, type(error).__name__)
             return None
-    once, half, again = found
+    return scales_with_items(*found)
+
+
+def scales_with_items(once: float, half: float, again: float) -> bool | None:
+    """Whether losses with `FACTORS` times the items are divided by their number; None: not known."""
     if not abs(once) > 0 or abs(once - again) > 1e-3 * abs(once):  # nan, zero, or another one each time
         return None
     if abs(half / once - 0.5) < 0.05:

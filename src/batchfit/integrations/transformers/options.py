@@ -17,6 +17,7 @@ import torch
 import batchfit
 from batchfit.errors import BatchfitError
 from batchfit.integrations.transformers.rl.checks import check_generating, generates
+from batchfit.integrations.transformers.sharding import check_sharding
 from batchfit.integrations.trl.trainers import check_trl
 
 
@@ -129,20 +130,12 @@ def check_trainer(trainer: Any, options: Options) -> None:
             f"Trainer would use DataParallel over {args.n_gpu} GPUs, each with a memory of its own. Start "
             "one process per GPU (torchrun --nproc-per-node N), or set CUDA_VISIBLE_DEVICES"
         )
-    for plugin, is_on, instead in (
-        ("deepspeed", trainer.is_deepspeed_enabled, "DDP (torchrun without a DeepSpeed config)"),
-        ("fsdp", trainer.is_fsdp_enabled, "DDP, or a loop of your own with Microbatcher under FSDP2"),
-    ):
-        if is_on:
-            raise BatchfitError(
-                f"the {plugin} plugin has collectives and gradients of its own inside a step, so a batch "
-                f"cannot be retried there. Use {instead}"
-            )
+    check_sharding(trainer)
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and getattr(parallel, "non_data_parallel_size", 1) > 1:
         raise BatchfitError(
             "tensor, context and sequence parallelism have collectives in forward: a rank that retries would "
-            "wait for the others. Use data parallelism (DDP)"
+            "wait for the others. Use data parallelism (DDP or FSDP2)"
         )
     if "backward" in vars(trainer.accelerator):
         raise BatchfitError(

@@ -9,13 +9,21 @@ Rules
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import batchfit
-from batchfit.integrations.transformers.losses import divides_by_items
+from batchfit.integrations.transformers.losses import (
+    FACTORS,
+    UNKNOWN,
+    divides_by_items,
+    scales_with_items,
+)
 from batchfit.integrations.transformers.probing import evaluating, same_random_numbers, uncounted
+from batchfit.integrations.transformers.sharding import is_sharded
 from batchfit.integrations.trl.cutting import CutBatch
 
 log = logging.getLogger("batchfit")
@@ -83,14 +91,17 @@ def _probe(trainer: Any, batch: CutBatch, items: Any) -> bool | None:
     rows = trainer._prepare_inputs(batch.few(_PROBED_ROWS))
     answers: list[bool | None] = []
 
-    def loss_of(count: Any) -> Any:
+    def loss_of(micro: Any, count: Any) -> Any:
         with same_random_numbers(trainer.args.device), trainer.compute_loss_context_manager():
-            return trainer.compute_loss(trainer.model, dict(rows), num_items_in_batch=count)
+            return trainer.compute_loss(trainer.model, dict(micro), num_items_in_batch=count)
 
     def once(batch_size: int) -> None:
         if not answers:
             with evaluating(trainer.model), uncounted(trainer):
-                answers.append(divides_by_items(loss_of, items))
+                if is_sharded(trainer.model):
+                    answers.append(_probe_together(trainer.model, rows, loss_of, items))
+                else:
+                    answers.append(divides_by_items(lambda count: loss_of(rows, count), items))
 
     state = trainer._batchfit.options.state
     if state:  # a search of one size, since that restores everything
@@ -99,3 +110,28 @@ def _probe(trainer: Any, batch: CutBatch, items: Any) -> bool | None:
     else:
         once(1)
     return answers[0]
+
+
+def _probe_together(
+    model: nn.Module, rows: Any, loss_of: Callable[[Any, Any], Any], items: Any
+) -> bool | None:
+    """Whether losses divide by the number of items, where a forward of one rank waits for the others.
+
+    All ranks run the same forwards, also where one of them fails: `Microbatcher.map` sees to that.
+    """
+
+    def losses(micro: Any) -> torch.Tensor:
+        return torch.stack([loss_of(micro, items * factor).double().mean() for factor in FACTORS])[None]
+
+    # One sample for the Microbatcher, which cannot be cut: rows may be pairs, or sequences in one row.
+    microbatcher = batchfit.Microbatcher(model, split=lambda batch, sizes: [batch], count=lambda batch: 1)
+    try:
+        (found,) = microbatcher.map(losses, rows).tolist()
+    except Exception as error:
+        # Not None, as in one process: a rank that has failed alone would go on, and the others wait for it.
+        error.add_note(
+            f"batchfit: {UNKNOWN}, and under FSDP2 the loss of a few samples must run on all ranks. Set "
+            "trainer.loss_is_scaled_for_ga, True where it divides and False for a mean"
+        )
+        raise
+    return scales_with_items(*found)

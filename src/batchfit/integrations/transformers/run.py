@@ -29,6 +29,7 @@ from batchfit.integrations.transformers.epochs import is_at_end
 from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
+from batchfit.integrations.transformers.sharding import is_sharded
 
 FILE = "batchfit.pt"
 _VERSION = 1
@@ -137,7 +138,14 @@ class TrainerRun:
             return None
         # Samples of one batch of the user's are compared; accumulated batches are loaded as one.
         group = self.given[0] if trains and self.given is not None and self.options.schedule is None else 0
-        return comparing_step(trainer, model, inputs, group=group)
+        found = comparing_step(trainer, model, inputs, group=group)
+        if found is not None and is_sharded(model):
+            raise BatchfitError(
+                "the loss compares the samples of a batch, which are encoded in microbatches, twice each: "
+                "under FSDP2 ranks with other numbers of them would have other collectives. Use DDP, or "
+                "train without adapt. compared='warn' cuts the batch all the same"
+            )
+        return found
 
     def logged(self, report: Any) -> Any:
         """The report of a batch, once its OOM retries are in the log."""
