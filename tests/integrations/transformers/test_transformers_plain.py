@@ -292,7 +292,7 @@ def test_a_backward_of_the_users_own_is_refused_not_ignored(tmp_path: Path) -> N
     assert trainer.accelerator.backward is backward
 
 
-@pytest.mark.parametrize("name", ["GKDTrainer", "OnlineDPOTrainer", "PRMTrainer"])
+@pytest.mark.parametrize("name", ["DistillationTrainer", "GKDTrainer", "ATrainerOfTomorrow"])
 def test_trainers_whose_batches_cannot_be_cut_are_refused_by_adapt(name: str, tmp_path: Path) -> None:
     theirs = type(name, (Trainer,), {"__module__": "trl.trainer"})
     for kind in (theirs, type("Mine", (theirs,), {})):
