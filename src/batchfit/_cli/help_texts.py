@@ -24,6 +24,7 @@ Examples:
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
+  batchfit plan Qwen/Qwen3-8B --gpu rtx4090,h100
   batchfit check train.py:make_workload --max-increase 2%
   batchfit why snapshot.pickle
   batchfit profile train.py:make_workload
@@ -169,6 +170,25 @@ Examples:
   batchfit why snapshot.pickle.gz --json | jq .causes
 
 {exit_codes("why")}
+"""
+
+PLAN_HELP = f"""\
+Show which settings of a model fit on which GPU, before anybody rents one.
+
+Rows are settings (full, LoRA, QLoRA; checkpointing; optimizers), columns are
+GPUs, cells the largest microbatch per GPU with its peak, and how fast it would
+be beside the best row. Nothing is downloaded or run: the model is built from its
+configuration, without memory, and traced.
+
+Examples:
+  batchfit plan Qwen/Qwen3-8B --gpu rtx4090,a100-80gb,h100
+  batchfit plan llama-3.1-8b --gpu h100 --seq-len 4096 --global-batch 128
+  batchfit plan gpt2 --gpu t4,l4 --price t4=0.35,l4=0.8
+  batchfit plan my-model/config.json --gpu rtx3090 --method lora --paste trl
+  batchfit plan train.py:make_workload --gpu mygpu=20GiB
+  batchfit plan --list-models
+
+{exit_codes("plan")}
 """
 
 PROFILE_HELP = f"""\
