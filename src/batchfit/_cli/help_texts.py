@@ -134,9 +134,9 @@ Examples:
 CHECK_HELP = f"""\
 Check that TARGET needs no more memory than its baseline, by source line.
 
-The step is traced, as by `batchfit explain`: on any machine, without a GPU, in
-seconds. The peak is compared with a baseline file that lies in git, and the
-lines that changed it are named, the largest change first. It exits with 8
+The step is traced, as by `batchfit explain`: on any machine, without a GPU,
+in seconds. The peak is compared with a baseline file that lies in git, and
+the lines that changed it are named, the largest change first. It exits with 8
 where the peak has grown by more than --max-increase, or is above --max-peak.
 
 Without TARGET all targets of pyproject.toml are checked:
@@ -147,7 +147,7 @@ Without TARGET all targets of pyproject.toml are checked:
 Examples:
   batchfit check train.py:make --batch-size 8 --update
   batchfit check train.py:make --max-increase 2%
-  batchfit check train.py:make --batch-size 8 --max-peak 20GiB --baseline m.json
+  batchfit check train.py:make --batch-size 8 --max-peak 20GiB
   batchfit check --markdown comment.md
 
 {exit_codes("check")}
