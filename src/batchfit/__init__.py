@@ -29,6 +29,7 @@ _EXPORTS = {
     "NoiseBatchSizeConfig": "batchfit.schedules",
     "Prediction": "batchfit.results",
     "OomExplanation": "batchfit.results",
+    "OomRecorder": "batchfit._why.record",
     "ScheduleEvent": "batchfit._schedule.pure.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader.loader",
@@ -48,6 +49,7 @@ _EXPORTS = {
     "load_schedule": "batchfit.schedules",
     "predict_batch_size": "batchfit._predict.predict",
     "profile_throughput": "batchfit._profile.profile",
+    "record_oom": "batchfit._why.record",
     "report": "batchfit._report.report",
     "run_largest": "batchfit._rerun.run_largest",
     "sweep": "batchfit._sweep.sweep",
@@ -72,6 +74,7 @@ __all__ = [
     "MilestoneBatchSizeConfig",
     "NoiseBatchSizeConfig",
     "OomExplanation",
+    "OomRecorder",
     "Prediction",
     "ResizableLoader",
     "ScheduleEvent",
@@ -92,6 +95,7 @@ __all__ = [
     "load_schedule",
     "predict_batch_size",
     "profile_throughput",
+    "record_oom",
     "report",
     "run_largest",
     "sweep",
@@ -120,6 +124,7 @@ if TYPE_CHECKING:
     from batchfit._schedule.scheduler import BatchSizeScheduler
     from batchfit._sweep.pure.events import SweepEvent
     from batchfit._sweep.sweep import sweep
+    from batchfit._why.record import OomRecorder, record_oom
     from batchfit._why.why import explain_oom
     from batchfit.results import (
         FitResult,
