@@ -41,7 +41,7 @@ _NO_BATCH_HELPS = (
 )
 
 
-def most_of(holders: Sequence[tuple[str, int]]) -> str:
+def _most_of(holders: Sequence[tuple[str, int]]) -> str:
     """Who holds the most, as a sentence of an error, and the command that shows more."""
     from batchfit._units import format_bytes
 
@@ -100,7 +100,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
         elif not advice:
             advice = f"Allow a smaller size than {size} (min_size, multiple_of), or shrink the model."
         text = f"a batch of {size} does not fit on {device} ({peak}{format_bytes(budget_bytes)}). {advice}"
-        super().__init__(f"{text}{most_of(self.holders)}" + (f" ({detail})" if detail else ""))
+        super().__init__(f"{text}{_most_of(self.holders)}" + (f" ({detail})" if detail else ""))
 
 
 class SearchStoppedError(BatchfitError):
@@ -154,7 +154,7 @@ class StepInterruptedError(BatchfitError):
             "parameters": self._parameters,
             "scaler": self._scaler,
         }[phase]()
-        super().__init__(f"{text}{most_of(self.holders)}" + (f" ({detail})" if detail else ""))
+        super().__init__(f"{text}{_most_of(self.holders)}" + (f" ({detail})" if detail else ""))
 
     def _gradients(self) -> str:
         return (
