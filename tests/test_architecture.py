@@ -41,7 +41,7 @@ LEVELS = (
     {"_schedule", "_engine.data_parallel", "_engine.store", "_engine.trace", "_engine.trial"},
     {"_predict", "_rerun", "_engine.optimizer_step", "integrations"},
     {"_explain", "_find", "_microbatch"},
-    {"_profile", "_sweep"},
+    {"_check", "_profile", "_sweep"},
     {"_program"},
     {"_cli"},
     {"__main__"},
@@ -57,6 +57,7 @@ THIRD_PARTY = {
     "pandas": {"results"},
     "yaml": {"_documents"},
     "numpy": {"_engine.snapshot"},
+    "pytest": {"_check"},
     "typer": {"_cli"},
     "click": {"_cli"},
     "rich": {"_cli"},
@@ -67,6 +68,7 @@ THIRD_PARTY = {
     "omegaconf": {"integrations"},
     "ray": {"integrations"},
     "sentence_transformers": {"integrations"},
+    "trl": {"integrations"},
 }
 HAS_CODE_IN_INIT = {
     "",

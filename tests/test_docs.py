@@ -213,6 +213,17 @@ def test_a_page_names_tests_that_exist(name: str) -> None:
         assert _test_named(file, test) is not None, f"{name}: {file} has no {test}"
 
 
+def test_each_of_the_25_demands_is_answered_and_has_its_test() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGES["docs/reference/supported.md"], re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 26))
+    for number, row in rows:
+        _, answer, where, tests = row.split(" | ") if row.count(" | ") == 3 else (*row.split(" | "), "")
+        kind = re.match(r"(yes|partly|no)\b", answer)
+        assert kind, f"row {number}: {answer}"
+        assert LINK.search(where), f"row {number} leads nowhere"
+        assert kind[1] == "no" or NAMED_TEST.search(tests), f"row {number} names no test"
+
+
 def test_issues_name_tests_of_make_test_on_the_versions_that_are_pinned() -> None:
     page = PAGES["docs/how-to/framework-issues.md"]
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()

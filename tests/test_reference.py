@@ -162,7 +162,7 @@ def test_every_public_object_is_on_a_page_of_the_reference() -> None:
 def test_every_name_of_an_integration_is_on_its_page() -> None:
     for module in integrations():
         name = module.rpartition(".")[2]
-        if name == "sentence_transformers":  # exports nothing
+        if name in ("sentence_transformers", "trl"):  # they export nothing
             continue
         blocks = set(BLOCK.findall(PAGES[f"{name}.md"]))
         assert blocks, f"{name}.md shows nothing"
@@ -321,7 +321,7 @@ def test_no_mark_of_a_generated_part_is_left() -> None:
 
 def test_llms_txt_is_short_and_in_the_form_of_its_convention() -> None:
     text = llms.llms_txt()
-    assert len(text.encode()) < 6000
+    assert len(text.encode()) < 7000
     assert text.startswith("# batchfit\n\n> ")
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Commands", "Python", "Docs"]
     for page in re.findall(r"\]\(([^)]+)\.html\)", text):

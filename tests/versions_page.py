@@ -49,6 +49,9 @@ otherwise is known by their sources, and was not measured on a GPU.
 | 2.15 | cuBLAS keeps no workspace (`TORCH_CUBLAS_WORKSPACE_CACHE=1` does) | a caveat: up to 65 MiB too many |
 | 2.15 | `expandable_segments_reserve` in `PYTORCH_ALLOC_CONF` | a caveat where it is set |
 
+transformers 4.57 asks some masks for their values (padded prompts, BART): those steps are refused
+(`UntraceableError`), and `batchfit find` measures them.
+
 68 cases predicted without a GPU, by version:
 [the page](../../benchmarks/results/prediction_versions_cpu_202611.md).
 """

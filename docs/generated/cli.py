@@ -14,6 +14,7 @@ from typing import Any
 
 import typer.main
 
+from batchfit._check.pure.options import CheckOptions
 from batchfit._cli.app import app
 from batchfit._cli.commands.schedule_flags import ShowSettings
 from batchfit._cli.exits import MEANINGS
@@ -30,6 +31,7 @@ FUNCTIONS: dict[str, tuple[str, Any]] = {
     "find": ("find_batch_size", FindOptions),
     "predict": ("predict_batch_size", PredictOptions),
     "explain": ("explain_memory", ExplainOptions),
+    "check": ("check_memory", CheckOptions),
     "why": ("explain_oom", WhyOptions),
     "profile": ("profile_throughput", ProfileOptions),
     "sweep": ("sweep", SweepOptions),
@@ -37,6 +39,7 @@ FUNCTIONS: dict[str, tuple[str, Any]] = {
 }
 REPORT_KEYWORDS = {"results": "result", "output": "path", "title": "title"}
 PAGES = {"find_batch_size": "find", "predict_batch_size": "predict", "explain_memory": "explain"}
+PAGES |= {"check_memory": "check"}
 PAGES |= {"explain_oom": "why"}
 PAGES |= {"profile_throughput": "profile", "sweep": "sweep", "report": "report"}
 

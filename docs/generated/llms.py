@@ -1,7 +1,7 @@
 """llms.txt and llms-full.txt: what a coding assistant needs, in the form that they read (llmstxt.org).
 
 Rules: commands, functions and their sentences come from the code; names that are written here are checked
-against it by tests/test_reference.py. llms.txt stays under 6 KB.
+against it by tests/test_reference.py. llms.txt stays under 7 KB.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ READ = {
     "find": ("FitResult", "batch_size", "peak_bytes", "budget_bytes", "stopped_because", "trials"),
     "predict": ("Prediction", "batch_size", "peak_bytes", "peak_phase", "based_on", "unseen"),
     "explain": ("MemoryExplanation", "peak_bytes", "largest", "kinds", "modules", "what_ifs"),
+    "check": ("MemoryCheck", "passed", "peak_bytes", "baseline_bytes", "lines"),
     "why": ("OomExplanation", "causes", "requested_at", "lines", "growth", "settings"),
     "profile": ("ThroughputProfile", "recommended", "points", "diagnosis", "reason"),
     "sweep": ("SweepResult", "summary", "records", "planned"),
@@ -28,6 +29,7 @@ EXACT = {  # one invocation per command, that answers and ends
     "run": "batchfit run -- python train.py --batch-size {}",
     "predict": "batchfit predict train.py:make_workload --gpu h100 --json",
     "explain": "batchfit explain train.py:make_workload --batch-size 32 --gpu h100 --json",
+    "check": "batchfit check train.py:make_workload --max-increase 2%",
     "why": "batchfit why snapshot.pickle --json",
     "profile": "batchfit profile train.py:make_workload --json",
     "sweep": "batchfit sweep sweep.yaml --output results.json --json",
@@ -44,6 +46,7 @@ FUNCTIONS = (
     "find_batch_size",
     "predict_batch_size",
     "explain_memory",
+    "check_memory",
     "profile_throughput",
     "sweep",
     "run_largest",

@@ -23,6 +23,7 @@ WRITTEN: dict[type[Result], tuple[str, str]] = {
         "`predict`, `predict_batch_size`; for several GPUs a list",
     ),
     results.MemoryExplanation: ("memory", "`explain`, `explain_memory`"),
+    results.MemoryCheck: ("check", "`check`, `check_memory`; for several targets a list"),
     results.OomExplanation: ("oom", "`why`, `explain_oom`"),
     results.ThroughputProfile: ("throughput", "`profile`, `profile_throughput`"),
     results.SweepResult: ("sweep", "`sweep`, `sweep()`"),

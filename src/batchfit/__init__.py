@@ -22,6 +22,7 @@ _EXPORTS = {
     "LargestRun": "batchfit._rerun.run_largest",
     "IncreaseBatchSizeConfig": "batchfit.schedules",
     "LinearBatchSizeConfig": "batchfit.schedules",
+    "MemoryCheck": "batchfit.results",
     "MemoryExplanation": "batchfit.results",
     "MicrobatchEvent": "batchfit._engine.sizing.pure.sizes",
     "Microbatcher": "batchfit._microbatch.microbatcher",
@@ -40,6 +41,7 @@ _EXPORTS = {
     "ThroughputProfile": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
+    "check_memory": "batchfit._check.check",
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
     "explain_oom": "batchfit._why.why",
@@ -68,6 +70,7 @@ __all__ = [
     "IncreaseBatchSizeConfig",
     "LargestRun",
     "LinearBatchSizeConfig",
+    "MemoryCheck",
     "MemoryExplanation",
     "MicrobatchEvent",
     "Microbatcher",
@@ -86,6 +89,7 @@ __all__ = [
     "ThroughputProfile",
     "Trial",
     "Workload",
+    "check_memory",
     "errors",
     "explain_memory",
     "explain_oom",
@@ -109,6 +113,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
+    from batchfit._check.check import check_memory
     from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory
@@ -128,6 +133,7 @@ if TYPE_CHECKING:
     from batchfit._why.why import explain_oom
     from batchfit.results import (
         FitResult,
+        MemoryCheck,
         MemoryExplanation,
         OomExplanation,
         Prediction,

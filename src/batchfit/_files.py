@@ -1,7 +1,7 @@
 """Files that are there whole or not at all, and files that one search at a time may use.
 
-Rules: a lock goes when its process does, however that ends; a second search gets an error at once and does
-not wait; a file system that cannot lock is used without.
+Rules: a lock goes when its process does, however that ends; a second search gets an error at once, unless it
+says how long it can wait; a file system that cannot lock is used without.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -17,6 +18,8 @@ from batchfit.errors import ResultFileError
 
 if sys.platform != "win32":
     import fcntl
+
+_POLL_S = 0.02  # how often a lock that others have is asked for
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -57,12 +60,15 @@ def why_not_writable(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Inside, no other search, here or in another process, is inside with the same path."""
+def locked(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Inside, no other search, here or in another process, is inside with the same path.
+
+    Where it is in use, this waits up to `wait_s` until it is free.
+    """
     # Beside the file, since that one is replaced each time it is written.
     real = path.resolve()
     beside = real.with_name(f".{real.name}.lock")
-    descriptor = _locked(beside, path)
+    descriptor = _locked(beside, path, time.monotonic() + wait_s)
     try:
         yield
     finally:
@@ -71,7 +77,7 @@ def locked(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _locked(beside: Path, path: Path) -> int | None:
+def _locked(beside: Path, path: Path, until: float) -> int | None:
     if sys.platform == "win32":
         return None
     while True:
@@ -86,6 +92,9 @@ def _locked(beside: Path, path: Path) -> int | None:
             os.close(descriptor)  # its owner took it away after we had opened it
         except BlockingIOError:
             os.close(descriptor)
+            if time.monotonic() < until:
+                time.sleep(_POLL_S)
+                continue
             raise ResultFileError(
                 f"{path} is in use by another search. Wait for that one, or name another file to resume from"
             ) from None

@@ -14,6 +14,10 @@ from decimal import Decimal
 from typing import Literal
 
 _UNITS = {
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
     "b": 1,
     "kb": 10**3,
     "mb": 10**6,
@@ -24,11 +28,16 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b)?\s*\Z", re.IGNORECASE)
+# Text of fewer bytes than this has lost its unit.
+_LEAST_WITHOUT_UNIT = 1024
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b|[kmgt])?\s*\Z", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, *, name: str = "budget") -> int:
     """Bytes from `24 * 2**30`, `"24GiB"`, `"24 GB"` or `"1024"`.
+
+    `"24G"` is 24 GiB, as in SLURM and Docker. Text of a small number without a unit is a mistake: nobody
+    has 32 bytes.
 
     >>> parse_bytes("1.5GiB")
     1610612736
@@ -42,6 +51,9 @@ def parse_bytes(value: int | str, *, name: str = "budget") -> int:
         unit = match.group(2) if match else None
         if match is None or (unit is None and "." in match.group(1)):
             raise ValueError(f"{name} must be bytes or text such as '24GiB' or '800MiB', not {value!r}")
+        if unit is None and 0 < int(match.group(1)) < _LEAST_WITHOUT_UNIT:
+            number = match.group(1)
+            raise ValueError(f"{name} {number!r} is {number} bytes: did you mean '{number}GiB'?")
         count = round(float(match.group(1)) * _UNITS[unit.lower()]) if unit else int(match.group(1))
     if count <= 0:
         raise ValueError(f"{name} must be positive, not {value!r}")
@@ -62,6 +74,48 @@ def format_bytes(count: int) -> str:
     if unit == "B":
         return f"{count} B"
     return f"{value:.2f} {unit}" if abs(value) < 10 else f"{value:.1f} {unit}"
+
+
+def format_change(change: int, of: int) -> str:
+    """Bytes with a sign, and their share of what was there before.
+
+    >>> format_change(-(2**20), 2**22)
+    '-1.00 MiB (-25.0 %)'
+    """
+    share = f" ({change / of:+.1%})".replace("%", " %") if of else ""
+    return f"{'+' if change >= 0 else '-'}{format_bytes(abs(change))}{share}"
+
+
+_REQUEST = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
+# What virtual memory says: what is in use is the rest.
+_FREE = re.compile(
+    r"virtual memory .*total capacity of ([0-9.]+ [KMGT]?i?B) of which ([0-9.]+ [KMGT]?i?B) is free"
+)
+
+
+def requested_bytes(message: str) -> int | None:
+    """What an OOM's text says was requested.
+
+    >>> requested_bytes("CUDA out of memory. Tried to allocate 2.00 KiB. ...")
+    2048
+    """
+    found = _REQUEST.search(message)
+    return parse_bytes(found[1]) if found else None
+
+
+def in_use_bytes(message: str) -> int | None:
+    """What was in use when a request failed, where virtual memory's text says so."""
+    found = _FREE.search(message)
+    if found is None:
+        return None
+    free = 0 if found[2].startswith("0 ") else parse_bytes(found[2])
+    return parse_bytes(found[1]) - free
+
+
+def oom_in_short(message: str) -> str:
+    """`OOM at a request of 40.0 MiB; retrying`; the message itself, where it names no request."""
+    found = _REQUEST.search(message)
+    return f"OOM at a request of {found[1]}; retrying" if found else message
 
 
 Rounding = Literal["down", "up", "nearest"]

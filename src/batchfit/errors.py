@@ -51,6 +51,22 @@ def _most_of(holders: Sequence[tuple[str, int]]) -> str:
     return f" Most of what stays: {listed}. {_LOOK_FURTHER}"
 
 
+def _needs(budget_bytes: int, peak_bytes: int | None, detail: str) -> str:
+    """What a size needs, of what; with numbers that add up where the text of the OOM has them."""
+    from batchfit._units import format_bytes, in_use_bytes, requested_bytes
+
+    budget = format_bytes(budget_bytes)
+    requested, in_use = requested_bytes(detail), in_use_bytes(detail)
+    if requested is not None and in_use is not None:
+        least = format_bytes(in_use + requested)
+        parts = f"{format_bytes(in_use)} in use + {format_bytes(requested)} requested"
+        return f"needs at least {least}: {parts}, of {budget}"
+    if peak_bytes is None:
+        return f"budget {budget}"
+    more = "" if requested is None else f", and {format_bytes(requested)} more requested"
+    return f"peak {format_bytes(peak_bytes)} of {budget}{more}"
+
+
 class NothingFitsError(BatchfitError, RuntimeError):
     """Not even the smallest allowed size ran; carries the numbers. A RuntimeError, as an OOM is, too.
 
@@ -94,12 +110,12 @@ class NothingFitsError(BatchfitError, RuntimeError):
         elif phase == "optimizer":
             gone = "Out of memory in the optimizer's step, when what the samples need was free again."
             advice = f"{gone} {_NO_BATCH_HELPS}"
-        peak = f"peak {format_bytes(peak_bytes)} of " if peak_bytes is not None else "budget "
         if not advice and size == 1:
             advice = "Shrink the model or the sequence length, or turn on activation checkpointing."
         elif not advice:
             advice = f"Allow a smaller size than {size} (min_size, multiple_of), or shrink the model."
-        text = f"a batch of {size} does not fit on {device} ({peak}{format_bytes(budget_bytes)}). {advice}"
+        needs = _needs(budget_bytes, peak_bytes, detail)
+        text = f"a batch of {size} does not fit on {device} ({needs}). {advice}"
         super().__init__(f"{text}{_most_of(self.holders)}" + (f" ({detail})" if detail else ""))
 
 

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import pytorch_lightning as legacy
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -15,6 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
+LIGHTNING = tuple(int(part) for part in pl.__version__.split(".")[:2])
+# For tests that compare with Lightning's own search.
+SEARCH_OF_2_6 = pytest.mark.skipif(
+    LIGHTNING < (2, 6),
+    reason="Lightning before 2.6 counts the trials of its own search otherwise, without margin and max_val",
+)
 # Lightning's own advice about loaders, loggers and torch's deprecations: not what is tested.
 QUIET = (
     "ignore:.*does not have many workers",

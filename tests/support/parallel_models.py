@@ -43,14 +43,14 @@ def layers() -> list[nn.Module]:
 
 
 def make(kind: str, *, clip: bool = False) -> World:
-    """`ddp`, `ddp_buffers` (buffers are broadcast), `fsdp2`, `gathers` (a collective that grows with n)."""
+    """`ddp`, `ddp_buffers` (broadcast), `fsdp2`, `fsdp2_clipped`, `gathers` (it sends what grows with n)."""
     torch.manual_seed(0)
     parts = layers()
     model: nn.Module
     if kind == "ddp_buffers":
         parts.insert(1, nn.BatchNorm1d(WIDTH))
     model = nn.Sequential(*parts)
-    if kind == "fsdp2":
+    if kind.startswith("fsdp2"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -70,7 +70,7 @@ def make(kind: str, *, clip: bool = False) -> World:
             dist.all_gather(everyones, out.detach())
             out = out * sum(one.mean() for one in everyones)
         out.square().mean().backward()
-        if clip:
+        if clip or kind == "fsdp2_clipped":  # the norm over all shards is a collective in the step
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 

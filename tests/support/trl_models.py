@@ -74,6 +74,14 @@ def experts() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
+def reward_model() -> Any:
+    """Scores texts by random weights."""
+    torch.manual_seed(1)
+    config = llama().config
+    config.num_labels = 1
+    return transformers.LlamaForSequenceClassification(config).double()
+
+
 def prompts(count: int = 12, *, longest: int = 12) -> Any:
     from datasets import Dataset
 
@@ -111,11 +119,12 @@ def trainer(
     model: Any = None,
     data: Any = None,
     precise: bool = False,
+    made: Any = None,
     **given: Any,
 ) -> Any:
     import trl
 
-    made = getattr(trl, f"{kind}Trainer")
+    made = made or getattr(trl, f"{kind}Trainer")
     arguments = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -137,7 +146,10 @@ def trainer(
     if arguments.get("beta", 0.05 if kind == "RLOO" else 0.0):  # the reference model is loaded from there
         model.save_pretrained(folder / "model")
         model.config._name_or_path = str(folder / "model")
-    extra = {name: arguments.pop(name) for name in ("eval_dataset", "reward_funcs") if name in arguments}
+        if torch.distributed.is_initialized():  # one rank saves it
+            torch.distributed.barrier()
+    names = ("eval_dataset", "reward_funcs", "reward_processing_classes", "peft_config")
+    extra = {name: arguments.pop(name) for name in names if name in arguments}
     return (in_double(made) if precise else made)(
         model=model,
         args=getattr(trl, f"{kind}Config")(**arguments),

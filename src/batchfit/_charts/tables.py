@@ -27,6 +27,14 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def without_empty(
+    columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The table without the columns in which no row has a value ("-"): `reserved` on a CPU."""
+    kept = [at for at in range(len(columns)) if not rows or any(row[at] != "-" for row in rows)]
+    return [columns[at] for at in kept], [[row[at] for at in kept] for row in rows]
+
+
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
     """The same table for a notebook.
 

@@ -180,6 +180,14 @@ def _joined(cells: Iterable[Piece]) -> Line:
     return line
 
 
+def short_count(value: float) -> str:
+    """`500`, `65.5k`, `5M`: a number at an axis."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= unit:
+            return f"{value / (1e3 if name == 'k' else unit):.4g}{name}"
+    return f"{value:g}"
+
+
 def _bottom(right: float, room: int, margin: int, name: str, *, width: int, plain: bool) -> list[Line]:
     """The x axis, its numbers and its name."""
     rule, corner, tick = ("-", "+", "+") if plain else ("─", "└", "┬")
@@ -187,7 +195,7 @@ def _bottom(right: float, room: int, margin: int, name: str, *, width: int, plai
     end = -1
     for value in ticks(right, max(2, room // 12)):
         at = min(int(value / right * room), room - 1)
-        text = f"{value:g}" if value < 1e6 else f"{value:.3g}"
+        text = short_count(value)
         begin = max(margin + at - len(text) // 2, 0)
         if begin <= end or begin + len(text) > len(numbers):
             continue

@@ -7,7 +7,7 @@ left out. Nothing is printed here: lines go to `print` without roles, and to a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import WIDTH, fact
@@ -98,8 +98,12 @@ POINT_COLUMNS = ("time/step", "+-", "samples/s", "tokens/s", "gain", "peak", "FL
 _DISPENSABLE = ("of peak", "FLOP/s", "tokens/s")
 
 
-def point_cells(point: ThroughputPoint, *, unsteady: str) -> tuple[str, ...]:
-    """What a table says of a point besides its size; `-` where there is no reading."""
+def point_cells(point: ThroughputPoint, *, unsteady: str, sizes: Collection[int]) -> tuple[str, ...]:
+    """What a table says of a point besides its size; `-` where there is no reading.
+
+    `sizes` were timed: a gain over half the size that was not is interpolated, and marked.
+    """
+    gain = "x{:.2f}" if point.size % 2 == 0 and point.size // 2 in sizes else "~x{:.2f}"
 
     def cell(value: float | None, shown: Callable[[float], str]) -> str:
         return "-" if value is None else shown(value)
@@ -109,7 +113,7 @@ def point_cells(point: ThroughputPoint, *, unsteady: str) -> tuple[str, ...]:
         f"{point.spread:.1%}{'' if point.steady else unsteady}",
         format_rate(point.samples_per_s),
         cell(point.tokens_per_s, format_rate),
-        cell(point.gain, "x{:.2f}".format),
+        cell(point.gain, gain.format),
         "-" if point.peak_bytes is None else format_bytes(point.peak_bytes),
         cell(point.flops_per_s, format_rate),
         cell(point.flops_share, "{:.0%}".format),
@@ -117,11 +121,12 @@ def point_cells(point: ThroughputPoint, *, unsteady: str) -> tuple[str, ...]:
 
 
 def _table(profile: ThroughputProfile, width: int) -> list[Line]:
+    sizes = {point.size for point in profile.points}
     rows = [
         {
             "": ">" if point.size == profile.recommended else "",
             "size": str(point.size),
-            **dict(zip(POINT_COLUMNS, point_cells(point, unsteady="?"), strict=True)),
+            **dict(zip(POINT_COLUMNS, point_cells(point, unsteady="?", sizes=sizes), strict=True)),
         }
         for point in profile.points
     ]

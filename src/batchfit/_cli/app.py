@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import batchfit
+from batchfit._check.pure.options import CheckOptions
 from batchfit._cli.commands.schedule_flags import schedule_app
 from batchfit._cli.flags import (
     OUTPUT,
@@ -25,6 +26,7 @@ from batchfit._cli.flags import (
     ProgramCommand,
     ProgramEnv,
     ProgramSet,
+    ProjectTarget,
     TargetCommand,
     TargetOrCommand,
     WholeTracebacks,
@@ -40,6 +42,7 @@ from batchfit._cli.flags import (
     show_help,
 )
 from batchfit._cli.help_texts import (
+    CHECK_HELP,
     DEMO_HELP,
     DOCTOR_HELP,
     EXPLAIN_HELP,
@@ -237,6 +240,34 @@ def explain(
     no_program_flags(env, set_)
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
     end(lambda: explain_target(call))
+
+
+@app.command(cls=TargetCommand, help=CHECK_HELP)
+@flags_of(CheckOptions)
+def check(
+    context: typer.Context,
+    flags: FlagValues,
+    target: ProjectTarget = None,
+    json: Annotated[bool, json_flag("The checks as JSON, alone on stdout; several are a list.")] = False,
+    output: OutputFile = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Write Markdown to FILE too, for a comment on a pull request.",
+        ),
+    ] = None,
+    traceback: WholeTracebacks = False,
+) -> None:
+    from batchfit._cli.commands.check import check_targets
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
+
+    delivery = Delivery(as_json=json, output=output, markdown=markdown)
+    call = TargetCall(target or "", flags, delivery, traceback, script_arguments(context))
+    end(lambda: check_targets(call))
 
 
 @app.command(cls=Command, help=WHY_HELP)

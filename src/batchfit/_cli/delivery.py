@@ -51,11 +51,14 @@ class Delivery:
     as_json: bool = False
     output: Path | None = None
     plot: Path | None = None
+    markdown: Path | None = None
 
     def check(self) -> None:
         """Refuse files that cannot be written, while nothing is lost yet."""
         if self.output is not None:
             check_writable(self.output)
+        if self.markdown is not None:
+            check_writable(self.markdown, name="markdown")
         if self.plot is not None:
             from batchfit._cli.png import check_plot
 
@@ -64,11 +67,12 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedAnswer:
-    """An answer, ready to go out: as JSON, as lines for a given width, and as a picture."""
+    """An answer, ready to go out: as JSON, as lines for a given width, as a picture, as Markdown."""
 
     json: str
     lines: Callable[[int, bool], list[Line]]  # (width, plain)
-    draw: Callable[[Path], None]
+    draw: Callable[[Path], None] | None = None
+    markdown: str = ""
     code: Code = Code.FOUND
 
 
@@ -95,8 +99,9 @@ def deliver(answer: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
     for path, write in (
         (delivery.output, lambda path: write_atomically(path, answer.json + "\n")),
         (delivery.plot, answer.draw),
+        (delivery.markdown, lambda path: write_atomically(path, answer.markdown)),
     ):
-        if path is None:
+        if path is None or write is None:
             continue
         try:
             write(path)

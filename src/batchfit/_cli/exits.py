@@ -34,22 +34,49 @@ class Code(IntEnum):
     STOPPED = 5
     UNTRACEABLE = 6
     SOME_FAILED = 7
+    MORE_MEMORY = 8
     INTERRUPTED = 130
     TERMINATED = 143
 
 
 MEANINGS = {
     Code.FOUND: "the question was answered (doctor: all is well)",
-    Code.BROKEN: "doctor found something broken, or batchfit itself failed",
+    Code.BROKEN: "batchfit itself failed (doctor: something is broken)",
     Code.USAGE: "bad usage: a flag, the target or a result file is wrong",
     Code.NOTHING_FITS: "not even the smallest allowed size fits",
     Code.RAISED: "the target, or a step, raised an error",
     Code.STOPPED: "a limit ended the search before any size ran",
-    Code.UNTRACEABLE: "the step cannot be traced (predict, explain); find measures instead",
+    Code.UNTRACEABLE: "the step cannot be traced; find measures instead",
     Code.SOME_FAILED: "some configurations of a sweep failed; the others are in its result",
+    Code.MORE_MEMORY: "check: more memory than the baseline or --max-peak allows",
     Code.INTERRUPTED: "interrupted (Ctrl-C); what was found so far is printed and saved",
     Code.TERMINATED: "terminated (SIGTERM), otherwise as 130",
 }
+
+# How a command can end besides: with an answer, wrong flags, a failure of batchfit, an interrupt.
+_MORE = {
+    "find": (Code.NOTHING_FITS, Code.RAISED, Code.STOPPED),
+    "run": (Code.NOTHING_FITS, Code.RAISED, Code.STOPPED),
+    "predict": (Code.NOTHING_FITS, Code.RAISED, Code.UNTRACEABLE),
+    "explain": (Code.RAISED, Code.UNTRACEABLE),
+    "profile": (Code.NOTHING_FITS, Code.RAISED),
+    "sweep": (Code.NOTHING_FITS, Code.RAISED, Code.SOME_FAILED),
+    "schedule": (Code.RAISED,),
+    "why": (),
+    "check": (Code.RAISED, Code.UNTRACEABLE, Code.MORE_MEMORY),
+    "report": (),
+    "init": (),
+    "doctor": (),
+    "demo": (),
+}
+
+
+def codes_of(command: str) -> tuple[Code, ...]:
+    """The codes with which this command can end; all, for `batchfit` itself."""
+    if command not in _MORE:
+        return tuple(Code)
+    always = {Code.FOUND, Code.BROKEN, Code.USAGE, Code.INTERRUPTED, Code.TERMINATED}
+    return tuple(code for code in Code if code in always or code in _MORE[command])
 
 
 class CommandFailed(Exception):

@@ -34,6 +34,14 @@ TargetOrCommand = Annotated[
         help=f"{TARGET_HELP} Without TARGET: any command after --, with {{}} in the place of the batch size.",
     ),
 ]
+ProjectTarget = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TARGET]",
+        show_default=False,
+        help=f"{TARGET_HELP} Without TARGET: all targets of [tool.batchfit.check] in pyproject.toml.",
+    ),
+]
 PROGRAM = "Commands after --"
 ProgramEnv = Annotated[
     list[str] | None,

@@ -5,10 +5,14 @@ Rule: typer keeps these lines as they are, so none is wider than a terminal of 8
 
 from __future__ import annotations
 
-from batchfit._cli.exits import MEANINGS
+from batchfit._cli.exits import MEANINGS, codes_of
+
 
 # In the help text and not in the epilog: versions of typer differ in what they do to an epilog's lines.
-CODES = "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {meaning}" for code, meaning in MEANINGS.items())
+def exit_codes(command: str = "") -> str:
+    """The exit codes of a command, as its help lists them; without a command: all."""
+    return "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {MEANINGS[code]}" for code in codes_of(command))
+
 
 MAIN_HELP = f"""\
 Find the right batch size for a PyTorch program, and keep it from running out
@@ -20,6 +24,7 @@ Examples:
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
+  batchfit check train.py:make_workload --max-increase 2%
   batchfit why snapshot.pickle
   batchfit profile train.py:make_workload
   batchfit sweep sweep.yaml
@@ -28,7 +33,7 @@ Examples:
   batchfit init train.py
   batchfit doctor
 
-{CODES}
+{exit_codes()}
 """
 
 FIND_HELP = f"""\
@@ -58,7 +63,7 @@ where train.py has:
       ...
       return batchfit.training(model, optimizer, loss_fn, make_batch)
 
-{CODES}
+{exit_codes("find")}
 """
 
 RUN_HELP = f"""\
@@ -83,7 +88,7 @@ Examples:
 After the program has started, the exit code is the program's own, or 128 and
 the number of the signal that ended it. Before:
 
-{CODES}
+{exit_codes("run")}
 """
 
 PREDICT_HELP = f"""\
@@ -104,7 +109,7 @@ Examples:
   batchfit predict train.py:make --gpu h100 --json | jq .batch_size
   batchfit predict --list-gpus
 
-{CODES}
+{exit_codes("predict")}
 """
 
 EXPLAIN_HELP = f"""\
@@ -122,7 +127,29 @@ Examples:
   batchfit explain --batch-size 32 --gpu h100 -- python train.py --bs {{}}
   batchfit explain train.py:make --batch-size 32 --budget 24GiB --plot s.svg
 
-{CODES}
+{exit_codes("explain")}
+"""
+
+CHECK_HELP = f"""\
+Check that TARGET needs no more memory than its baseline, by source line.
+
+The step is traced, as by `batchfit explain`: on any machine, without a GPU, in
+seconds. The peak is compared with a baseline file that lies in git, and the
+lines that changed it are named, the largest change first. It exits with 8
+where the peak has grown by more than --max-increase, or is above --max-peak.
+
+Without TARGET all targets of pyproject.toml are checked:
+  [tool.batchfit.check]
+  max-increase = "2%"
+  targets = ["train.py:make", "evaluate.py:make"]
+
+Examples:
+  batchfit check train.py:make --batch-size 8 --update
+  batchfit check train.py:make --max-increase 2%
+  batchfit check train.py:make --batch-size 8 --max-peak 20GiB --baseline m.json
+  batchfit check --markdown comment.md
+
+{exit_codes("check")}
 """
 
 WHY_HELP = f"""\
@@ -141,7 +168,7 @@ Examples:
   batchfit why oom_rank*.pickle --report why.html
   batchfit why snapshot.pickle.gz --json | jq .causes
 
-{CODES}
+{exit_codes("why")}
 """
 
 PROFILE_HELP = f"""\
@@ -162,7 +189,7 @@ Examples:
   batchfit profile train.py:make --sizes 16 --sizes 32 --sizes 64
   batchfit profile train.py:make --target-batch-size 4096 --json > found.json
 
-{CODES}
+{exit_codes("profile")}
 """
 
 SWEEP_HELP = f"""\
@@ -199,7 +226,7 @@ or, for any program, a command in the place of the factory:
   knobs:
     max_crops: [2, 4, 8, 12, 13]
 
-{CODES}
+{exit_codes("sweep")}
 """
 
 REPORT_HELP = f"""\
@@ -214,7 +241,7 @@ Examples:
   batchfit report sweep-results.json -o sweep.html
   batchfit report fit.json --plot memory.png
 
-{CODES}
+{exit_codes("report")}
 """
 
 INIT_HELP = f"""\
@@ -230,7 +257,7 @@ Examples:
   batchfit init train.py --write
   batchfit init llama3_lora.yaml
 
-{CODES}
+{exit_codes("init")}
 """
 
 DOCTOR_HELP = f"""\
@@ -245,7 +272,7 @@ Examples:
   batchfit doctor
   batchfit doctor --json > doctor.json
 
-{CODES}
+{exit_codes("doctor")}
 """
 
 DEMO_HELP = f"""\
@@ -259,5 +286,5 @@ Examples:
   batchfit demo
   batchfit demo --output fit.json --report demo.html
 
-{CODES}
+{exit_codes("demo")}
 """

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchfit._charts.text import short_count
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.output import check_writable
 
@@ -50,7 +51,7 @@ def draw_charts(charts: Sequence[Chart], path: Path, *, title: str = "") -> None
         for axis, name in ((chart.x, "x"), (chart.y, "y")):
             if axis.log:
                 getattr(axes, f"set_{name}scale")("log", base=2)
-                getattr(axes, f"{name}axis").set_major_formatter("{x:g}")
+                getattr(axes, f"{name}axis").set_major_formatter(lambda value, _: short_count(value))
             elif name == "y":
                 axes.set_ylim(0, None)
         axes.set(xlabel=chart.x.name, ylabel=chart.y.name, title=chart.title)

@@ -132,7 +132,7 @@ def used_bytes(trial: Trial) -> int | None:
     return trial.reserved_bytes if trial.reserved_bytes is not None else trial.peak_bytes
 
 
-COLUMNS = {"size": 7, "outcome": 12, "steps": 5, "memory": 10, "of budget": 9, "s/step": 8, "time": 8}
+COLUMNS = {"size": 7, "verdict": 12, "steps": 5, "memory": 10, "of budget": 9, "s/step": 8, "time": 8}
 _LONGEST_BAR, _SHORTEST_BAR = 24, 8
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _PATIENCE_S = 0.12  # between two pictures: the drawing thread shares the interpreter with the steps
@@ -220,7 +220,7 @@ class Live(Picture, ProgressDisplay):
         colour = _colour(trial)
         cells = {
             "size": str(trial.size),
-            "outcome": trial.verdict,
+            "verdict": trial.verdict,
             "steps": str(trial.steps_run),
             "memory": "-" if used is None else format_bytes(used),
             "of budget": "-" if share is None else f"{share:.1%}",
@@ -277,7 +277,7 @@ def _layout(console_width: int) -> tuple[list[str], int]:
 
 
 def _cell(name: str, text: str) -> str:
-    return text.ljust(COLUMNS[name]) if name == "outcome" else text.rjust(COLUMNS[name])
+    return text.ljust(COLUMNS[name]) if name == "verdict" else text.rjust(COLUMNS[name])
 
 
 def _colour(trial: Trial) -> str:

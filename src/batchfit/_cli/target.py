@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from batchfit import errors
 from batchfit._cli.delivery import Delivery, RenderedAnswer, run_answer
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from batchfit._cli.progress import ProgressDisplay
     from batchfit.workload import Workload
 
+Found = TypeVar("Found")
 NO_GPU = (
     "This machine has no GPU, and none is needed: build the model on the CPU where there is none "
     '(device = "cuda" if torch.cuda.is_available() else "cpu"; model.to(device)).'
@@ -112,13 +113,25 @@ def run_on_target(
     given = call.given()
 
     def answer(progress: ProgressDisplay) -> RenderedAnswer:
-        progress.doing(f"loading {call.target}")
-        workload = given.load(advise=True)
-        with _explained(call, given, command):
-            return work(workload, progress)
+        return load_and_work(call, given, work, progress, command=command)
 
     call.delivery.check()
     return run_answer(call.delivery, answer)
+
+
+def load_and_work(
+    call: TargetCall,
+    given: Given,
+    work: Callable[[Workload, ProgressDisplay], Found],
+    progress: ProgressDisplay,
+    *,
+    command: str,
+) -> Found:
+    """Load the target and return what `work` finds; an error ends the command with its exit code."""
+    progress.doing(f"loading {call.target}")
+    workload = given.load(advise=True)
+    with _explained(call, given, command):
+        return work(workload, progress)
 
 
 @contextmanager

@@ -23,7 +23,13 @@ Kind = Literal["accelerate", "lightning", "transformers", "loop", "torchtune", "
 _TUNE_RUN: Final = re.compile(r"\btune run[ \t]+(?:--?[\w-]+[ \t=][^\s-]\S*[ \t]+)*([\w./-]+)")
 _TUNE_NAME: Final = re.compile(r"\b(\w*(?:finetune|dpo|qat|distillation)_(?:distributed|single_device))\b")
 _TUNE_OURS: Final = {"full_finetune_single_device", "lora_finetune_single_device"}
-_TRAINERS: Final = ("Trainer", "Seq2SeqTrainer")
+_TRAINERS: Final = {  # by package: those that are in batchfit's tests
+    "transformers": ("Trainer", "Seq2SeqTrainer"),
+    "trl": (
+        *("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer"),
+        *("GRPOTrainer", "RLOOTrainer"),
+    ),
+}
 _MORE_TRAINERS: Final = ("trl", "sentence_transformers", "setfit")  # most of theirs derive from it
 
 
@@ -111,7 +117,7 @@ def _transformers(tree: ast.Module, text: str) -> Advice | None:
         return Advice("transformers", text, (note,))
     if edits:
         line = "from batchfit.integrations.transformers import adapt"
-        edits += [*taken, *import_edits(tree, text, line, after=("transformers",))]
+        edits += [*taken, *import_edits(tree, text, line, after=("transformers", "trl"))]
     elif taken:
         notes.append("take auto_find_batch_size out; batchfit refuses it beside its own search")
     return Advice("transformers", edited(text, edits), tuple(notes))
@@ -127,7 +133,7 @@ def _trainer_names(tree: ast.Module) -> tuple[set[str], set[str]]:
         package = (node.module or "").split(".")[0]
         for alias in node.names:
             name = alias.asname or alias.name
-            if package == "transformers" and alias.name in _TRAINERS:
+            if alias.name in _TRAINERS.get(package, ()):
                 ours.add(name)
             elif package in _MORE_TRAINERS and alias.name.endswith("Trainer"):
                 others.add(name)

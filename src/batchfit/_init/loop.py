@@ -322,7 +322,12 @@ def _check(
     if carried:
         raise _UnchangedError(f"{min(carried)} is carried from one batch to the next")
     if made & later:
-        raise _UnchangedError(f"{min(made & later)} is used after backward, and is there for a part only")
+        name = min(made & later)
+        raise _UnchangedError(
+            f"{name} is used after backward, where it would be that of the last microbatch: return "
+            f"({loss}, {name}) from loss_of, and use report.outputs, which has all samples in order, after "
+            "report = mb.backward(loss_of, batch)"
+        )
     changed = {name for statement in moved for name in names_in(statement, ast.Store)} & set(parts)
     if changed & later:
         raise _UnchangedError(f"{min(changed & later)} is changed before backward and used after it")

@@ -32,6 +32,7 @@ from batchfit._engine.snapshot.coverage import modules_held
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._microbatch.checks import brief
 from batchfit._microbatch.context import GraphCheck, MicrobatchContext, function_key
+from batchfit._units import oom_in_short
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.results import StepReport
 
@@ -278,7 +279,9 @@ class BatchRun:
             )
         size = max(piece.size for piece in plan)
         sized.retries += 1
-        context.events.report("retry", size, size, f"out of memory in loss_fn ({failure.message})")
+        context.events.report(
+            "retry", size, size, f"out of memory in loss_fn: {oom_in_short(failure.message)}"
+        )
 
     def _is_to_inspect(self, plan: Sequence[Piece]) -> bool:
         return (

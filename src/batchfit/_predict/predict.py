@@ -170,7 +170,7 @@ def _answered(
     if found[0] is None and len(budgets) == 1:
         raise NothingFitsError(
             1,
-            device=traced.rules.gpu.name,
+            device=traced.rules.gpu.name if basis != "no GPU" or options.gpu else "a GPU of that memory",
             budget_bytes=budgets[0],
             peak_bytes=oracles.of(1).peak(1),
             state_bytes=oracles.of(1).traced.at(1).state_bytes,
@@ -294,7 +294,8 @@ def _reason(oracles: Oracles, found: Simulation, budget_bytes: int, margin: floa
     if free.peak_allocated_bytes > capacity_bytes:
         return f"{larger} would have a peak of {peak}"
     if free.peak_reserved_bytes > capacity_bytes:
-        return f"{larger} would reserve {reserved} for a peak of {peak} (fragmentation)"
+        limit = f"{format_bytes(capacity_bytes)}, which is the budget less {margin:.1%}"
+        return f"{larger} would reserve {reserved} for a peak of {peak} (fragmentation), more than {limit}"
     return f"{larger} finds no room in a replay of the allocator"
 
 

@@ -24,10 +24,9 @@ from batchfit._engine.trial.trial import LargestBatch, RunTrial, TimeIsOver, Tri
 from batchfit._program.followed_run import FollowedRun, RunPace
 from batchfit._program.probe_run import check_seen, ram_bytes, start_run
 from batchfit._program.pure.template import CommandTemplate
-from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
+from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
 from batchfit._program.run_verdict import trial_of
-from batchfit.errors import ProgramError
 from batchfit.results import Trial
 
 _SOAK_SHARE_OF_START = 0.5
@@ -162,19 +161,11 @@ class ProgramTrials:
         if reports.device:
             self._see(reports.device, reports.budget_bytes or ram_bytes())
         self._ran[request.size] = _Ran(trial, whole=trial.fits and not followed.reached)
-        if trial.fits:
-            self._note_use(reports.use(request.size))
-        return trial, reports
-
-    def _note_use(self, use: SizeUse) -> None:
-        self._uses.append(use)
-        wrong = wrong_use(self._uses)
-        if wrong:
-            raise ProgramError(wrong)
-        largest = largest_batch(self._uses)
-        if largest is not None and use.size > largest:
+        largest = note_use(self._uses, reports.use(request.size)) if trial.fits else None
+        if largest is not None:
             self._samples = largest
             raise LargestBatch(largest)
+        return trial, reports
 
     def _follow_run(self, request: TrialRequest, pace: RunPace, budget_bytes: int | None) -> FollowedRun:
         target = self.target

@@ -16,6 +16,7 @@ from batchfit._documents import parse_json
 from batchfit.errors import ResultFileError
 from batchfit.results import (
     FitResult,
+    MemoryCheck,
     MemoryExplanation,
     OomExplanation,
     Prediction,
@@ -76,6 +77,7 @@ KINDS: dict[str, type[Result]] = {
     "fit": FitResult,
     "prediction": Prediction,
     "memory": MemoryExplanation,
+    "check": MemoryCheck,
     "oom": OomExplanation,
     "throughput": ThroughputProfile,
     "schedule": SchedulePlan,

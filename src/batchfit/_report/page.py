@@ -30,26 +30,27 @@ def page(sources: Sequence[Source], *, title: str | None = None) -> str:
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    headline = verdict(results)
+    headlines = verdict(results)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escaped(policy)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
-        f"<title>{escaped(title or headline)}</title><style>{style}</style></head>\n<body>"
-        f'<header><p class="brand">batchfit report</p>{_head(headline, title)}</header>\n'
+        f"<title>{escaped(title or headlines[0])}</title><style>{style}</style></head>\n<body>"
+        f'<header><p class="brand">batchfit report</p>{_head(headlines, title)}</header>\n'
         f"<main>{facts(facts_of(results))}{sections(sources)}</main>\n"
         f"<footer>Made by batchfit {escaped(batchfit.__version__)}.</footer>"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )
 
 
-def _head(headline: str, title: str | None) -> str:
-    """Title and verdict; without a title the verdict is the page's first heading."""
-    name = "verdict long" if len(headline) > 130 else "verdict"
-    if title is None:
-        return f'<p class="{name}" role="heading" aria-level="1">{escaped(headline)}</p>'
-    return f'<h1>{escaped(title)}</h1><p class="{name}">{escaped(headline)}</p>'
+def _head(headlines: Sequence[str], title: str | None) -> str:
+    """Title and headlines; without a title the first headline is the page's first heading."""
+    name = "verdict long" if len(headlines) > 1 or len(headlines[0]) > 130 else "verdict"
+    heading = ' role="heading" aria-level="1"' if title is None else ""
+    shown = [f'<p class="{name}"{heading}>{escaped(headlines[0])}</p>']
+    shown += [f'<p class="{name}">{escaped(one)}</p>' for one in headlines[1:]]
+    return (f"<h1>{escaped(title)}</h1>" if title is not None else "") + "".join(shown)
 
 
 def _hash(text: str) -> str:

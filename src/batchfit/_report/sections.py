@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
 
+from batchfit._charts.check_page import verdict as verdict_of
 from batchfit._charts.figures import (
     Memory,
     memory_chart,
@@ -28,11 +29,12 @@ from batchfit._report.markup import HtmlTable, bars, card, figure, table_of
 from batchfit._report.oom import oom_sections
 from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
 from batchfit._report.sweep import sweep_charts, sweep_sections
-from batchfit._units import format_bytes
+from batchfit._units import format_bytes, format_change
 from batchfit.results import (
     TRIAL_COLUMNS,
     FitResult,
     Holder,
+    MemoryCheck,
     MemoryExplanation,
     OomExplanation,
     Prediction,
@@ -63,6 +65,7 @@ def sections(sources: Sequence[Source]) -> str:
             *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
             *_each(_search, fits),
             *_each(_explained, explanations),
+            *_each(_checked, _named(sources, MemoryCheck)),
             *_each(schedule_sections, _named(sources, SchedulePlan)),
             _unseen(memory),
             _environment(sources),
@@ -143,10 +146,11 @@ def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTab
     rows: list[tuple[str, ...]] = []
     chosen: list[int] = []
     for name, one in profiles:
+        sizes = {p.size for p in one.points}
         for p in one.points:
             if p.size == one.recommended:
                 chosen.append(len(rows))
-            rows.append((f"{name}{p.size:,}", *point_cells(p, unsteady=" (not steady)")))
+            rows.append((f"{name}{p.size:,}", *point_cells(p, unsteady=" (not steady)", sizes=sizes)))
     return HtmlTable(columns, tuple(rows), chosen=chosen).without_empty(*columns[:4])
 
 
@@ -264,6 +268,18 @@ def _explained(name: str, explanation: MemoryExplanation, number: int) -> Iterat
     )
     if explanation.what_ifs:
         yield card(_changes(explanation))
+
+
+def _checked(name: str, check: MemoryCheck, number: int) -> Iterator[str]:
+    yield f"<h2>{escaped(name)}Memory check: {escaped(verdict_of(check).lower())}</h2>"
+    notes = "".join(f"<li>{escaped(one)}</li>" for one in (*check.failures, *check.reasons, *check.unseen))
+    rows = tuple(
+        (format_change(one.change_bytes, check.baseline_bytes or 0), one.name, one.what, one.code)
+        for one in check.lines
+    )
+    table = table_of(HtmlTable(("change", "line", "what", "code"), rows, words=("line", "what", "code")))
+    summary = f'<p class="dim">{escaped(check.summary)}.</p>'
+    yield card(summary, f'<ul class="list">{notes}</ul>' if notes else "", table if rows else "")
 
 
 def _oom(name: str, why: OomExplanation, number: int) -> Iterator[str]:

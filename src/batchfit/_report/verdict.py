@@ -1,4 +1,4 @@
-"""The answer of one or several results in a sentence, and the figures below it.
+"""The answer of each result in a sentence, and the figures below it.
 
 Rules: what to do comes first (a recommended size), then what was found, then what was only predicted; a
 prediction is set against the search that followed it where both were about the same memory. Nothing is
@@ -17,6 +17,7 @@ from batchfit._report.sweep import sweep_clause, sweep_facts
 from batchfit._units import format_bytes
 from batchfit.results import (
     FitResult,
+    MemoryCheck,
     MemoryExplanation,
     OomExplanation,
     Prediction,
@@ -26,11 +27,11 @@ from batchfit.results import (
 )
 
 _SAME_BUDGET = 0.02
-_CLAUSES = 3  # a sentence with more is not read
+_HEADLINES = 3  # more are not read
 
 
-def verdict(results: Sequence[Result]) -> str:
-    """One sentence about all of them."""
+def verdict(results: Sequence[Result]) -> list[str]:
+    """A headline for each of them, the most important first."""
     fits = [one for one in results if isinstance(one, FitResult)]
     clauses = [_recommended(one) for one in results if isinstance(one, ThroughputProfile)]
     clauses += [one.summary for one in results if isinstance(one, OomExplanation)]
@@ -46,10 +47,11 @@ def verdict(results: Sequence[Result]) -> str:
     clauses += [_predicted_each(alone)] if len(alone) > 1 else []
     clauses += [_nothing(one) for one in results if isinstance(one, NothingFits)]
     clauses += [one.summary for one in results if isinstance(one, MemoryExplanation)]
+    clauses += [one.summary for one in results if isinstance(one, MemoryCheck)]
     clauses += [_planned(one) for one in results if isinstance(one, SchedulePlan)]
-    left = len(clauses) - _CLAUSES
-    text = "; ".join(clauses[:_CLAUSES]) + (f"; and {left} more below" if left > 0 else "")
-    return text[:1].upper() + text[1:] + "."
+    left = len(clauses) - _HEADLINES
+    found = clauses[:_HEADLINES] + ([f"and {left} more below"] if left > 0 else [])
+    return [f"{text[:1].upper()}{text[1:]}." for text in found]
 
 
 def facts_of(results: Sequence[Result]) -> list[Fact]:
@@ -91,6 +93,11 @@ def _facts(one: Result) -> list[Fact]:
         return [
             Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
             *([Fact("largest batch as it is", f"{one.largest:,}")] if one.largest is not None else []),
+        ]
+    if isinstance(one, MemoryCheck):
+        return [
+            Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
+            Fact("check", "passed" if one.passed else "failed", one.name),
         ]
     if isinstance(one, OomExplanation):
         return oom_facts(one)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -80,6 +80,28 @@ class ScaledLR:
             self._remove_factors()
             self._apply_factors()
         return self.factors
+
+    def state_dict(self) -> list[dict[str, float]]:
+        """What each group holds, for a checkpoint: our factor, the rate with it, and the rate without."""
+        return [
+            {"factor": float(group[FACTOR]), "lr": float(group["lr"]), "base": float(group[BASE])}
+            if FACTOR in group
+            else {}
+            for group in self._optimizer.param_groups
+        ]
+
+    def recognise(self, saved: Sequence[Mapping[str, float]]) -> None:
+        """Find our factor in rates that were loaded without our marks, as checkpoints of sharded models are.
+
+        Those load the entries that a group has already, and on some ranks no others.
+        """
+        with self.untouched():
+            for group, one in zip(self._optimizer.param_groups, saved, strict=False):
+                if one and float(group["lr"]) == one["lr"]:
+                    is_tensor = isinstance(group["lr"], torch.Tensor)
+                    base = torch.full_like(group["lr"], one["base"]) if is_tensor else one["base"]
+                    group[FACTOR], group[BASE] = one["factor"], base
+            self._remove_factors()
 
     def is_moved_by(self, ratio: float) -> bool:
         """Whether any learning rate will be another at `ratio` times the initial batch size."""

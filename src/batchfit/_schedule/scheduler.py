@@ -270,6 +270,8 @@ class BatchSizeScheduler:
             "batch_size": self._size,
             "progress": asdict(self._progress),
         }
+        if self._lr is not None and any(rates := self._lr.state_dict()):
+            state["learning_rates"] = rates
         if (others := self._loader.set_by_others(self._size)) is not None:
             state["loader_batch_size"] = others
         if isinstance(self._plan, Increases):
@@ -308,6 +310,8 @@ class BatchSizeScheduler:
             self._loader.restore(by_hand)
         else:
             self._loader.move(size)
+        if self._lr is not None:
+            self._lr.recognise(state.get("learning_rates", ()))
         factors = self._follow()
         if size != state["batch_size"]:
             why = "the schedule or its limits are others than in the checkpoint"

@@ -3,7 +3,8 @@
 Rules: a field's name carries its unit (`peak_bytes`, `elapsed_s`); a file carries its schema version
 and is readable by later versions; a file that cannot be read says which field and why. This is the one place
 to import results from: each verb's stand in a module of their own (`results._fit`, `results._memory`,
-`results._throughput`, `results._sweep`, `results._run`), on what `results._base` says about all of them.
+`results._check`, `results._throughput`, `results._sweep`, `results._run`), on what `results._base` says about
+all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from batchfit._charts.tables import html_table, text_table
 from batchfit._units import format_bytes
 from batchfit.results._base import SCHEMA_VERSION, Result
+from batchfit.results._check import MemoryChange, MemoryCheck
 from batchfit.results._fit import REASONS, TRIAL_COLUMNS, FitResult, Outcome, Trial, trial_row
 from batchfit.results._memory import (
     ANSWER_COLUMNS,
@@ -56,6 +58,8 @@ __all__ = [
     "FitResult",
     "Holder",
     "LastStep",
+    "MemoryChange",
+    "MemoryCheck",
     "MemoryExplanation",
     "MemoryGrowth",
     "Moment",

@@ -6,17 +6,18 @@ soak. A row of a trial is made here, once, for text, notebooks, reports and the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from batchfit._charts.tables import html_table, text_table
+from batchfit._charts.tables import html_table, text_table, without_empty
 from batchfit._units import format_bytes
 from batchfit.results._base import SCHEMA_VERSION, Result
 
 Outcome = Literal["fits", "oom", "too_large", "killed", "timeout"]
 
-TRIAL_COLUMNS = ("size", "outcome", "steps", "peak", "reserved", "of budget", "s/step")
+TRIAL_COLUMNS = ("size", "verdict", "steps", "peak", "reserved", "of budget", "s/step")
 
 REASONS = {
     "within_tolerance": "the memory left is too little for a size worth trying",
@@ -100,7 +101,7 @@ class Trial(Result):
         return self.outcome
 
     def __str__(self) -> str:
-        return text_table(TRIAL_COLUMNS, [trial_row(self, None)])
+        return text_table(*without_empty(TRIAL_COLUMNS, [trial_row(self, None)]))
 
 
 class FitResult(Result):
@@ -188,14 +189,16 @@ class FitResult(Result):
         return f" ({count} of them in an earlier run)"
 
     def __str__(self) -> str:
-        rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]
-        return f"{text_table(TRIAL_COLUMNS, rows)}\n{self.summary}"
+        return f"{text_table(*self._table())}\n{self.summary}"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Columns and rows of the trials."""
+        return without_empty(TRIAL_COLUMNS, [trial_row(trial, self.budget_bytes) for trial in self.trials])
 
     def _repr_html_(self) -> str:
-        rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]
         from batchfit._charts.figures import Memory, as_cell, memory_chart
 
-        table = html_table(TRIAL_COLUMNS, rows, caption=self.summary)
+        table = html_table(*self._table(), caption=self.summary)
         return table + as_cell(memory_chart(Memory(fits=(("", self),))))
 
 

@@ -39,7 +39,7 @@ class ThroughputPoint(Result):
         host_s: seconds that the host took to issue a step; None on a CPU.
         recompilations: how often torch.compile compiled at this size.
         gain: throughput over that at half the size: 2 is a doubling that pays in full, 1 one that pays
-            nothing.
+            nothing. Interpolated where half the size was not timed; tables then say "~".
     """
 
     size: int = Field(ge=1)

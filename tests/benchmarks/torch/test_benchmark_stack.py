@@ -40,6 +40,7 @@ def answers(arguments: list[str]) -> dict[str, Any]:
 def test_what_failed_runs_again_and_what_is_there_does_not(
     stack_gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("peft")
     import prediction_gpu
 
     asked: list[list[str]] = []

@@ -591,9 +591,9 @@ class TestTerminal:
         assert code == Code.FOUND, text
         assert bool(COLOUR.search(text)) is not no_colour
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-        assert re.search(r"size  outcome +steps +memory  of budget", plain)
+        assert re.search(r"size  verdict +steps +memory  of budget", plain)
         assert re.search(r"1[56]  sustained +3  █+", plain)
-        assert plain.count("outcome") == 1  # the rows stand there already: no second table
+        assert plain.count("verdict") == 1  # the rows stand there already: no second table
         assert "\x1b[?25h" in text  # the cursor is back
 
 
@@ -659,7 +659,7 @@ class TestCommandLine:
     def test_a_list_of_something_else_is_usage(self) -> None:
         ran = run_here("profile", "train.py:make", "--sizes", "4,x")
         assert ran.exit_code == Code.USAGE
-        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.output
+        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.stderr
 
     def test_gpus_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
@@ -949,7 +949,7 @@ def test_demo_ends_with_size_table_and_file(is_small: bool, project: Path) -> No
     report = Path(ran.stdout.splitlines()[-1].removeprefix("  report     "))
     assert report.name == "batchfit-demo.html"
     page = report.read_text(encoding="utf-8")
-    assert f"batch size {fit.batch_size} is the largest that lasts on cpu" in page
+    assert f"Batch size {fit.batch_size} is the largest that lasts on cpu" in page
     assert "recommended batch size" in page
     assert not list(project.glob("**/*.html"))
     report.unlink()

@@ -371,7 +371,7 @@ class TestPredict:
         ("based_on", "named", "words"),
         [
             ("no GPU", True, "no GPU used; 1.0% of each budget left free"),
-            ("no GPU", False, "no GPU used (kernels as on an h200); 1.0%"),
+            ("no GPU", False, "no GPU used (kernels of an h200); 1.0%"),
             ("GPU, not run", False, "this GPU's kernels, nothing was run; 1.0%"),
             ("calibrated", False, "calibrated by 2 small runs; 1.0%"),
         ],

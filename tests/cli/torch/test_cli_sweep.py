@@ -433,7 +433,8 @@ def test_a_wide_table_keeps_its_knobs_and_sizes() -> None:
     console = Console(file=stream, width=80, height=24, force_terminal=False)
     console.print(SweepTable(entries, done, console=console).picture())
     head, first, second, foot = stream.getvalue().rstrip().splitlines()
-    assert head.split()[:2] == ["learning_…", "width"]
+    assert head.split()[0] in ("learning_…", "learning_r…")  # the second with rich 13.7 to 14.0
+    assert head.split()[1] == "width"
     assert first.split()[:5] == ["0.1", "8", "12", "relu", "48"]
     assert "RuntimeError: a long" in second
     assert foot == "2 of 2 configurations, 1 failed"

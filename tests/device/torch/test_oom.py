@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._engine.device import oom
+from batchfit._engine.device.device import CpuDevice
 from batchfit._engine.device.oom import classify, describe, is_oom
 from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import NothingFitsError
@@ -352,3 +353,31 @@ def test_nothing_of_the_error_is_kept() -> None:
     gc.collect()
     assert watched[0]() is None
     assert kept == ["oom", f"OutOfMemoryError: {CUDA_TEXT}"]
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError(CUDA_TEXT)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_activations_of_a_backward_that_failed_are_released(mode: Callable[[], Any]) -> None:
+    """On a CPU torch itself keeps them until the next backward: another branch was ready and waits."""
+
+    def failed() -> weakref.ref[torch.Tensor]:
+        x = torch.ones(64, requires_grad=True)
+        other = x.exp().tanh()
+        loss = other.sin().sum() + _Fails.apply(x.sin()).sum()
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+        return weakref.ref(other)
+
+    left = failed()
+    with mode():
+        oom.recover(CpuDevice())
+    assert left() is None

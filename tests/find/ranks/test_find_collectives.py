@@ -64,7 +64,7 @@ def fails_alone(rank: int, kind: str, points: int, who: list[int]) -> Any:
     ("kind", "points", "world_size", "who"),
     [
         ("ddp", 7, 2, [1]),
-        pytest.param("fsdp2", 7, 2, [0], marks=runs_fsdp2),
+        pytest.param("fsdp2_clipped", 7, 2, [0], marks=runs_fsdp2),
         ("gathers", 4, 2, [1]),
         pytest.param("fsdp2", 3, 4, [0, 2], id="four", marks=[pytest.mark.slow, runs_fsdp2]),
         pytest.param("ddp_buffers", 40, 2, [0], marks=pytest.mark.slow),

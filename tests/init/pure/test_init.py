@@ -88,6 +88,20 @@ def test_a_trainer_with_an_annotation() -> None:
 @pytest.mark.parametrize(
     ("lines", "more"),
     [
+        ("from trl import SFTTrainer\nt = SFTTrainer(m)", "t = adapt(t)"),
+        ("from trl import DPOTrainer as D\nclass U(D): ...\nt = U(m)", "t = adapt(t)"),
+        ("from trl.experimental.orpo import ORPOTrainer\nt = ORPOTrainer(m)", "t = adapt(t)"),
+    ],
+)
+def test_trainers_of_trl(lines: str, more: str) -> None:
+    advice = advise(f"{lines}\n", file="train.py")
+    assert added(f"{lines}\n", advice.text) == ["from batchfit.integrations.transformers import adapt", more]
+    assert advice.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "more"),
+    [
         ("class Mine(Trainer): ...\ntrainer = Mine(m)", "trainer = adapt(trainer)"),
         ("class Last(Mine): ...\nclass Mine(Trainer): ...\nt = Last(m)", "t = adapt(t)"),
         ("import transformers as hf\nself.trainer = Trainer(m)", "self.trainer = adapt(self.trainer)"),
@@ -108,9 +122,12 @@ def test_trainers_of_the_users_own(lines: str, more: str) -> None:
             "from transformers import Trainer\ndef make():\n    return Trainer(m)\n",
             "line 3: give the trainer",
         ),
-        ("from trl import SFTTrainer\nt = SFTTrainer(m)\n", "line 2: SFTTrainer is not in batchfit's tests"),
         (
-            "from trl import SFTTrainer as T\nclass U(T): ...\nt = U(m)\n",
+            "from trl.experimental.gkd import GKDTrainer\nt = GKDTrainer(m)\n",
+            "line 2: GKDTrainer is not in batchfit's tests",
+        ),
+        (
+            "from setfit import SetFitTrainer as T\nclass U(T): ...\nt = U(m)\n",
             "line 3: U is not in batchfit's tests",
         ),
         (

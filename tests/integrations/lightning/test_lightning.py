@@ -42,6 +42,7 @@ pytestmark = [pytest.mark.filterwarnings(text) for text in cases.QUIET]
 # --- complaints that reproduce without us, and are gone with us
 
 
+@cases.SEARCH_OF_2_6
 def test_lightning_sets_a_size_that_it_never_ran_and_ours_does_not() -> None:
     """No issue of theirs: `if new_size >= max_val: break` comes after the attribute was doubled."""
     module = Own(batch_size=2, limit=40)
@@ -80,6 +81,7 @@ class LateOurs(Late, BatchSizeFinder):
     pass
 
 
+@cases.SEARCH_OF_2_6
 def test_a_late_search_runs_no_batch_in_lightning_and_finds_the_size_in_ours() -> None:
     """Lightning #21903: `max_steps` is set as if training began."""
     module = Own(batch_size=8, limit=100)
@@ -666,8 +668,16 @@ def test_contradictions_name_both_sides() -> None:
     assert module.sizes == []
     run = trainer(OomProofTraining())
     run.strategy.__class__ = pl.strategies.FSDPStrategy
-    with pytest.raises(BatchfitError, match="not under FSDPStrategy"):
-        run.callbacks[0].setup(run, Own(batch_size=2), "fit")
+    for name, way in (
+        ("FSDPStrategy", r"ModelParallelStrategy\(data_parallel_size=1, tensor_parallel_size=1\)"),
+        (
+            "DeepSpeedStrategy",
+            r"cannot be repeated there.*`batchfit find -- python train.py --batch-size {}`",
+        ),
+    ):
+        run.strategy.__class__ = getattr(pl.strategies, name)
+        with pytest.raises(BatchfitError, match=f"not under {name}: .*{way}"):
+            run.callbacks[0].setup(run, Own(batch_size=2), "fit")
 
 
 def test_a_missing_framework_is_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

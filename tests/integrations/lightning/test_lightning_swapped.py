@@ -92,6 +92,7 @@ def test_a_finder_searches_outside_of_a_run_with_the_loaders_that_it_is_given(pa
     assert finder.scale_batch_size(run, module, method="test", dataloaders=given) == 70
 
 
+@cases.SEARCH_OF_2_6
 @pytest.mark.parametrize(("of_module", "of_data"), [(2, None), (2, 2), (None, 2), (16, 16)])
 def test_module_and_datamodule_get_the_size_as_lightnings_do(
     of_module: int | None, of_data: int | None
@@ -187,7 +188,8 @@ def test_the_learning_rate_is_searched_at_the_new_size(first: str) -> None:
     run.fit(module)
     assert ours.optimal_batch_size == 64
     assert set(sizes) == {64}
-    assert run.global_step == 4
+    if cases.LIGHTNING >= (2, 6):  # 2.5.0 goes on in the middle after its own search of learning rates
+        assert run.global_step == 4
 
 
 # --- the attribute
@@ -255,7 +257,10 @@ def test_each_holder_has_its_own_value_again_where_a_search_fails() -> None:
         ({"mode": "power", "max_trials": 5, "max_val": 8}, 8),
     ],
 )
-@pytest.mark.parametrize("tuner", [TheirTuner, Tuner], ids=["lightning", "batchfit"])
+@pytest.mark.parametrize(
+    "tuner",
+    [pytest.param(TheirTuner, id="lightning", marks=cases.SEARCH_OF_2_6), pytest.param(Tuner, id="batchfit")],
+)
 def test_trials_are_counted_as_lightning_counts_them(tuner: Any, options: dict[str, Any], found: int) -> None:
     """The stability check is one trial more, at the size that is the answer."""
     module = Own(batch_size=2)

@@ -16,6 +16,7 @@ pytest.importorskip("trl", reason="needs trl")
 
 import trl_models as tiny  # noqa: E402
 
+from batchfit.errors import BatchfitError  # noqa: E402
 from batchfit.integrations.transformers import adapt  # noqa: E402
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -91,13 +92,13 @@ def at_most(trainer: Any, rows: int) -> Iterator[list[int]]:
         hook.remove()
 
 
-def step(trainer: Any, batch: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def step(trainer: Any, batch: dict[str, Any], *, seed: int = 5) -> tuple[Any, Any, dict[str, Any]]:
     """One training step of this batch: its loss, its gradients, and what it counted."""
     trainer.model.zero_grad()
     trainer._metrics["train"].clear()
     # The second batch of a generation, which is not generated again.
     trainer._step, trainer._buffered_inputs = 1, [None, copy.deepcopy(batch)]
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     loss = trainer.training_step(trainer.model, [{}], None)
     gradients = torch.cat([one.grad.flatten() for one in trainer.model.parameters()])
     counted = {name: list(values) for name, values in trainer._metrics["train"].items()}
@@ -143,6 +144,66 @@ def test_in_single_precision_too(kind: str, tmp_path: Path) -> None:
 def test_so_has_one_whose_loss_has_more_terms(kind: str, variant: str, tmp_path: Path) -> None:
     trainer = tiny.trainer(tmp_path, loss_type=kind, precise=True, **VARIANTS[variant])
     compared(trainer, batch_of(trainer), tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "correction"), [("dapo", "tokens"), ("grpo", "sequences"), ("vespo", "tokens")]
+)
+def test_completions_of_vllm_keep_their_importance_ratios(kind: str, correction: str, tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path, loss_type=kind, precise=True)
+    batch = batch_of(trainer)
+    trainer.use_vllm, trainer.vllm_mode = True, "server"
+    trainer.vllm_importance_sampling_correction = True
+    shape = batch["completion_ids"].shape if correction == "tokens" else (ROWS, 1)
+    batch["importance_sampling_ratio"] = torch.rand(shape, generator=torch.Generator().manual_seed(4)) + 0.5
+    compared(trainer, batch, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("given", [{}, {"entropy_coef": 0.05}], ids=["a loss each", "one loss"])
+def test_with_dropout_a_retried_batch_is_one_that_began_at_that_size(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = adapt(tiny.trainer(tmp_path, model=tiny.llama(dropout=0.3), **given), find=False)
+    trainer.current_gradient_accumulation_steps = 2
+    batch = batch_of(trainer, dtype=torch.float32)
+    with at_most(trainer, 3) as seen:
+        loss, gradients, counted = step(trainer, batch)
+        assert ROWS in seen
+        seen.clear()
+        loss_again, gradients_again, counted_again = step(trainer, batch)
+    assert max(seen) == 2
+    assert torch.equal(gradients, gradients_again)
+    assert loss == loss_again
+    assert counted == counted_again
+    with at_most(trainer, ROWS):
+        # Dropout is there: another seed has other gradients.
+        assert not torch.equal(step(trainer, batch, seed=6)[1], gradients)
+
+
+def test_a_loss_of_the_users_own_is_checked_before_a_batch_is_cut(tmp_path: Path) -> None:
+    import trl
+
+    class Compared(trl.GRPOTrainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: Any, inputs: Any, **named: Any) -> Any:
+            return super().compute_loss(model, inputs, **named) + inputs["advantages"].std() ** 2
+
+    class Mean(trl.GRPOTrainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: Any, inputs: Any, **named: Any) -> Any:
+            return super().compute_loss(model, inputs, **named) + 0.01 * inputs["advantages"].mean()
+
+    for kind, message in ((Mean, ""), (Compared, "neither a mean nor a sum")):
+        trainer = tiny.trainer(tmp_path, made=kind, loss_type="grpo")
+        trainer.current_gradient_accumulation_steps = 2
+        batch = batch_of(trainer, dtype=torch.float32)
+        _, expected, _ = step(trainer, batch)
+        adapt(trainer, find=False)
+        with at_most(trainer, 3):
+            if message:
+                with pytest.raises(BatchfitError, match=message):
+                    step(trainer, batch)
+            else:
+                gradients = step(trainer, batch)[1]
+                assert (gradients - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_rloo(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def parameters_of(trainer: Any) -> Any:
 
 def logs_of(trainer: Any) -> list[dict[str, Any]]:
     """What was logged per step, without times and what batchfit adds."""
-    steps = [one for one in trainer.state.log_history if "reward" in one]
+    steps = [one for one in trainer.state.log_history if "entropy" in one]
     return [{name: value for name, value in one.items() if "time" not in name} for one in steps]
 
 
@@ -67,6 +68,10 @@ def recording(trainer: Any) -> Iterator[list[Any]]:
 
 def failing(trainer: Any, *, rows: int, gradients: bool, after: int = 0) -> list[int]:
     """Let forwards of more rows be out of memory, from one on; which numbers of rows were run."""
+    return refusing(trainer.model, rows=rows, gradients=gradients, after=after)
+
+
+def refusing(model: Any, *, rows: int, gradients: bool, after: int = 0) -> list[int]:
     seen: list[int] = []
     count = [0]
 
@@ -80,7 +85,7 @@ def failing(trainer: Any, *, rows: int, gradients: bool, after: int = 0) -> list
                 raise torch.OutOfMemoryError(OOM)
         seen.append(len(found))
 
-    trainer.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
     return seen
 
 
@@ -208,6 +213,21 @@ def test_training_that_does_not_fit_ends_as_with_enough_memory(
         assert ("out_of_memory" if phase == "loss" else "generation_out_of_memory") in names
 
 
+def test_short_batches_are_not_held_to_the_size_of_the_longest(tmp_path: Path, living_bytes: int) -> None:
+    """One prompt of the dataset is long: what was found for it is the smallest size, not the largest."""
+    from datasets import Dataset
+
+    texts = [*tiny.prompts(31, longest=3)["prompt"], " ".join(["t5"] * 90)]
+    trainer = small(tmp_path, **LOSS_IS_LARGEST, shuffle_dataset=False)
+    trainer.train_dataset = Dataset.from_dict({"prompt": texts})
+    seen = failing(adapt(trainer), rows=16, gradients=True)
+    with batchfit.virtual_memory(3_000_000 + living_bytes):
+        trainer.train()
+    assert 1 <= trainer.found.batch_size < 16
+    assert seen[-1] == 16
+    assert not any("out_of_memory" in entry for entry in trainer.state.log_history)
+
+
 # --- what is refused, and what else a trainer does
 
 
@@ -232,6 +252,10 @@ def test_settings_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchfitError, match=r"vllm_gpu_memory_utilization .*budget=.*vllm_mode='server'"):
         adapt(trainer)
     adapt(trainer, budget="1GiB")
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2))
+    with pytest.raises(BatchfitError, match=r"under FSDP2 each token that GRPOTrainer generates .*Use DDP"):
+        adapt(trainer, budget="1GiB")
     trainer = tiny.trainer(tmp_path, entropy_coef=0.1)
     trainer.aux_loss_enabled = True
     with pytest.raises(BatchfitError, match=r"Set router_aux_loss_coef=0\.0"):
@@ -317,6 +341,49 @@ def test_other_settings_train_the_same_with_an_oom_in_each_phase(
     ours = trained(tmp_path / "ours", wrap, **given)
     assert ours.completions == plain.completions
     torch.testing.assert_close(parameters_of(ours), parameters_of(plain), rtol=1e-6, atol=1e-7)
+    same_logs(ours, plain)
+
+
+def test_a_reward_model_scores_in_microbatches(tmp_path: Path) -> None:
+    def rewarded(folder: Path, *, adapts: bool) -> tuple[Any, list[int]]:
+        folder.mkdir()
+        scorer = tiny.reward_model()
+        given = {"reward_funcs": scorer, "reward_processing_classes": tiny.tokenizer()}
+        trainer = tiny.trainer(folder, **given, scale_rewards="none", learning_rate=1.0)
+        seen: list[int] = []
+        if adapts:
+            seen = refusing(scorer.model, rows=3, gradients=False)
+            adapt(trainer, find=False)
+        trainer.train()
+        return trainer, seen
+
+    plain, _ = rewarded(tmp_path / "plain", adapts=False)
+    ours, seen = rewarded(tmp_path / "ours", adapts=True)
+    assert max(seen) <= 3
+    assert len(seen) >= 9  # of three generations of eight
+    torch.testing.assert_close(parameters_of(ours), parameters_of(plain), rtol=1e-6, atol=1e-7)
+    same_logs(ours, plain)
+    assert "forward" not in vars(ours.reward_funcs[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_with_a_reference_model_trains_the_same_with_an_oom_in_each_phase(
+    kind: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+
+    def wrap(trainer: Any) -> Any:
+        failing(trainer, rows=3, gradients=False)
+        failing(trainer, rows=1, gradients=True)
+        return adapt(trainer, find=False)
+
+    def given() -> dict[str, Any]:
+        return {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"]), "kind": kind, "beta": 0.1}
+
+    plain = trained(tmp_path / "plain", **given(), learning_rate=0.1)
+    ours = trained(tmp_path / "ours", wrap, **given(), learning_rate=0.1)
+    assert ours.completions == plain.completions
+    torch.testing.assert_close(parameters_of(ours), parameters_of(plain), rtol=1e-5, atol=1e-6)
     same_logs(ours, plain)
 
 

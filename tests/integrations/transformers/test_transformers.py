@@ -10,6 +10,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -1270,11 +1271,21 @@ def test_settings_that_contradict_ours_are_named(tmp_path: Path, monkeypatch: py
     if not HAS_NO_STRATEGY:
         with pytest.raises(ValueError, match=r"batch_rebalance.*schedule="):
             adapt(new(train_sampling_strategy="batch_rebalance"), schedule="0:8 3:16 step")
-    for plugin in ("deepspeed", "fsdp"):
-        trainer = new()
-        monkeypatch.setattr(trainer, f"is_{plugin}_enabled", True)
-        with pytest.raises(BatchfitError, match=f"the {plugin} plugin"):
-            adapt(trainer)
+    trainer = new()
+    monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
+    with pytest.raises(BatchfitError, match=r"find -- deepspeed train.py --per_device_train_batch_size {}"):
+        adapt(trainer)
+    trainer = new()
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    with pytest.raises(BatchfitError, match=r'Use FSDP2, where it can: fsdp_config={"fsdp_version": 2}'):
+        adapt(trainer)  # FSDP1
+    plugin = SimpleNamespace(fsdp_version=2, cpu_offload=type("CPUOffloadPolicy", (), {})())
+    monkeypatch.setattr(trainer.accelerator, "state", SimpleNamespace(fsdp_plugin=plugin))
+    with pytest.raises(BatchfitError, match="Set cpu_offload to False in fsdp_config"):
+        adapt(trainer)
+    trainer.__class__ = type("KTOTrainer", (Trainer,), {"__module__": "trl"})
+    with pytest.raises(BatchfitError, match="how many forwards a microbatch of KTOTrainer has"):
+        adapt(trainer)
     trainer = adapt(new(), find=False)
     trainer.args.auto_find_batch_size = True  # set later
     with pytest.raises(ValueError, match="auto_find_batch_size must be False"):

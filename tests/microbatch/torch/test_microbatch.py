@@ -824,11 +824,11 @@ def test_sizes_are_learned_after_one_oom() -> None:
 def test_at_one_sample_nothing_fits() -> None:
     job = Job(105)
     with pytest.raises(
-        NothingFitsError, match=r"a batch of 1 does not fit on fake:0 .*a batch of 4, "
+        NothingFitsError, match=r"a batch of 1 does not fit on fake:0 .*one sample of a batch of 4"
     ) as raised:
         job.run(4)
     assert raised.value.size == 1
-    assert "float32(1,)" in str(raised.value)
+    assert "float32(" not in str(raised.value)  # what sizes are kept under is nobody's business
     assert all(p.grad is None for p in job.model.parameters())
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
+import pytest
+
+from batchfit._program.pure.usage import SizeUse, largest_batch, note_use, wrong_use
+from batchfit.errors import ProgramError
 
 
 def use(
@@ -38,6 +41,16 @@ def test_sequences_before_the_batch_or_packed_ones_use_the_size_where_they_hold_
 def test_without_readings_or_twice_the_size_nothing_is_said() -> None:
     assert wrong_use([use(8, samples=8, peak=None), use(64, samples=8, peak=None)]) == ""
     assert wrong_use([use(8, samples=8), use(9, samples=8)]) == ""
+
+
+def test_sizes_beyond_the_samples_say_nothing_of_each_other() -> None:
+    uses: list[SizeUse] = []
+    beyond = [use(size, samples=50, peak=9000) for size in (100, 1000)]
+    assert note_use(uses, use(4, samples=4)) is None
+    assert [note_use(uses, one) for one in beyond] == [50, 50]
+    assert [one.size for one in uses] == [4]
+    with pytest.raises(ProgramError, match="the size changes nothing"):
+        note_use(uses, use(8, samples=4))
 
 
 def test_a_dataset_that_ends() -> None:

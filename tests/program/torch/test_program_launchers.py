@@ -202,7 +202,7 @@ def test_what_the_program_sets_itself_stays_and_its_folder_is_as_it_was() -> Non
         "sys.excepthook = hook\n"
         "SummaryWriter('runs/first')\n"
         "open(os.path.join(sys.argv[2], 'model.pt'), 'w').close()\n"
-        "names = ('OWN_SITE', 'BATCHFIT_PROBE', 'WANDB_MODE', 'DISABLE_MLFLOW_INTEGRATION')\n"
+        "names = ('OWN_SITE', 'BATCHFIT_PROBE', 'WANDB_MODE', 'MLFLOW_ALLOW_FILE_STORE')\n"
         "print(json.dumps([os.environ.get(name) for name in names]))\n"
         "print(any('inject' in one for one in sys.path))\n"
         "raise KeyError('after all')\n"
@@ -218,7 +218,7 @@ def test_what_the_program_sets_itself_stays_and_its_folder_is_as_it_was() -> Non
             "{}",
             "{out}",
         )
-    assert json.loads(caught.value.lines[0]) == ["yes", "1", "disabled", "TRUE"]
+    assert json.loads(caught.value.lines[0]) == ["yes", "1", "disabled", "true"]
     assert caught.value.lines[1:] == ("False", "own hook")
     assert [one for one in sorted(Path().rglob("*")) if "compiled" not in one.parts] == before
 

@@ -230,6 +230,28 @@ for epoch in range(9):
         program.trace(65, steps=2)
 
 
+@pytest.mark.slow
+def test_a_loader_that_no_variable_holds_has_samples_all_the_same() -> None:
+    text = (
+        PARTS
+        + """
+model = make_model()
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randint(0, 10, (64,)))
+for epoch in range(9):
+    for x, y in torch.utils.data.DataLoader(data, batch_size=int(sys.argv[1])):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+    )
+    program = traces(text)
+    with pytest.raises(TooFewSamplesError, match="64 at most"):
+        program.trace(1000, steps=2)
+    assert predict_program(program, PredictOptions(gpu=GPU.name, max_size=100_000)).batch_size == 100_000
+    assert program.most_size == 64
+
+
 @pytest.mark.parametrize(
     ("text", "words", "reason"),
     [

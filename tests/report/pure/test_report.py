@@ -106,12 +106,12 @@ class TestPage:
                 ["schedule-0", "rate-0"],
                 "The schedule makes 6,860 updates in 60 epochs, 41.7% fewer",
             ),
-            (("fit", "cards"), ["memory-0", "memory-1", "search-0"], "predicted to fit are"),
+            (("fit", "cards"), ["memory-0", "memory-1", "search-0"], "Predicted to fit are"),
             (("fit", "fit"), ["memory-0", "search-0", "search-1"], "Batch size 20"),
             (
                 ("fit", "cards", "why", "profile", "schedule"),
                 ["throughput", "memory-0", "memory-1", "search-0", "timeline-0", "schedule-0", "rate-0"],
-                "and 2 more below",
+                "And 2 more below",
             ),
         ],
     )
@@ -311,13 +311,13 @@ class TestSweep:
         assert sweep_charts(of([{"a": True}, {"a": False}])) == []
         wide = sweep_charts(of([{"a": 1}, {"a": 1024}]))[0]
         assert (wide.x.log, wide.x.whole) == (True, True)
-        assert verdict([of([{"a": "x"}])]) == "1 of 1 configurations were run: batch size 1 in all of them."
+        assert verdict([of([{"a": "x"}])]) == ["1 of 1 configurations were run: batch size 1 in all of them."]
 
     def test_a_sweep_that_goes_on_says_what_is_left(self) -> None:
         sweep = result("sweep").model_copy(update={"planned": 20})
         assert "8 of 20 configurations are still to be run." in Elements(page([Source(sweep)])).said
         nothing = sweep.model_copy(update={"records": ()})
-        assert verdict([nothing]) == "0 of 20 configurations were run, and none has a batch size."
+        assert verdict([nothing]) == ["0 of 20 configurations were run, and none has a batch size."]
         assert "<figure" not in page([Source(nothing)])
 
 
@@ -325,28 +325,28 @@ class TestVerdict:
     def test_a_search_on_a_gpu_is_set_against_its_prediction(self) -> None:
         fit = result("fit").model_copy(update={"device": "cuda:0"})
         reported = result("cards").model_copy(update={"budget_bytes": fit.budget_bytes, "batch_size": 21})
-        assert verdict([reported, fit]).startswith(
+        assert verdict([reported, fit])[0].startswith(
             "Batch size 20 is the largest that lasts on cuda:0 (21 was predicted):"
         )
-        assert "was predicted" not in verdict([reported, fit.model_copy(update={"device": "cpu"})])
-        assert "was predicted" not in verdict([result("cards"), fit])
+        assert "was predicted" not in verdict([reported, fit.model_copy(update={"device": "cpu"})])[0]
+        assert "was predicted" not in verdict([result("cards"), fit])[0]
 
     def test_without_a_soak_nothing_is_said_to_last(self) -> None:
         fit = result("fit")
         trials = tuple(trial.model_copy(update={"soak": False}) for trial in fit.trials)
-        assert "fits on cpu" in verdict([fit.model_copy(update={"trials": trials})])
+        assert "fits on cpu" in verdict([fit.model_copy(update={"trials": trials})])[0]
 
     def test_what_is_recommended_comes_first(self) -> None:
         results = [result("fit"), result("profile")]
-        assert verdict(results).startswith("Batch size 128")
+        assert verdict(results)[0].startswith("Batch size 128")
         assert facts_of(results)[0].value == "128"
         terse = result("profile").model_copy(update={"reason": "3 is the smallest size within 5%."})
-        assert verdict([terse]) == "Batch size 3 is the smallest size within 5%."
+        assert verdict([terse]) == ["Batch size 3 is the smallest size within 5%."]
 
     def test_gpus_on_which_nothing_fits_are_reported(self) -> None:
         data = [json.loads(TEXTS["cards"])[0], {"kind": "nothing_fits", "card": "t4", "budget_bytes": 2**34}]
         text = page([Source(one) for one in results_in(json.dumps(data))])
-        assert "not even a batch of 1 is predicted to fit in 16.0 GiB on t4" in text
+        assert "Not even a batch of 1 is predicted to fit in 16.0 GiB on t4" in text
 
 
 class TestReading:

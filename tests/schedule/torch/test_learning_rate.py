@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
+from batchfit import BatchSizeScheduler
 from batchfit._schedule.learning_rate import BASE, FACTOR, RULE, ScaledLR
 
 RATE = 0.1
@@ -234,6 +235,32 @@ class TestCheckpoints:
             assert rates_of(again) == rates_of(optimizer)
             advance(optimizer, scheduler)
             advance(again, scheduler_again)
+
+    @pytest.mark.parametrize("is_late", [False, True])
+    @pytest.mark.parametrize("is_tensor", [False, True])
+    def test_a_checkpoint_of_shards_that_kept_the_rates_and_not_our_marks(
+        self, is_late: bool, is_tensor: bool
+    ) -> None:
+        """As torch.distributed.checkpoint loads: only what a group has already. Factors do not compound."""
+
+        def made(rate: float) -> tuple[Optimizer, BatchSizeScheduler]:
+            optimizer = optimizer_of(rate)
+            if is_tensor:
+                optimizer.param_groups[0]["lr"] = torch.tensor(rate, dtype=torch.float64)
+            return optimizer, BatchSizeScheduler("0:8 2:32", 8, lr="sqrt", optimizer=optimizer)
+
+        optimizer, scheduler = made(0.1)
+        scheduler.step(3)
+        (state,) = saved(scheduler)
+        again, resumed = made(rates_of(optimizer)[0])
+        if is_late:
+            resumed.step(3)  # a loader that stands there has moved the size: the factor is in twice
+        resumed.load_state_dict(state)
+        for epoch in (3, 1, 4):
+            scheduler.step(epoch)
+            resumed.step(epoch)
+            assert rates_of(again) == rates_of(optimizer)
+            assert rates_of(again)[0] == pytest.approx(0.1 if epoch < 2 else 0.2)
 
     def test_a_checkpoint_from_before_batchfit(self) -> None:
         plain = optimizer_of(0.7)

@@ -68,7 +68,7 @@ def in_a_trace(step: Step, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Trace]
     )
     kept = []
 
-    def counted() -> Blocks:
+    def counted(**_: bool) -> Blocks:
         kept.append(Counted())
         return kept[-1]
 
@@ -267,7 +267,7 @@ def test_a_bias_is_added_where_a_real_run_adds_it(shape: tuple[int, ...], turned
     work = batchfit.inference(made, lambda n: torch.randn(n, *shape[1:]))
     kept: list[Counted] = []
 
-    def counted() -> Blocks:
+    def counted(**_: bool) -> Blocks:
         kept.append(Counted())
         return kept[-1]
 

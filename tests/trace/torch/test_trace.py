@@ -673,9 +673,10 @@ def test_a_compiled_module_is_traced_as_if_it_were_not() -> None:
     found = traced(work)
     assert (found.sizes, found.events) == (plain.sizes, plain.events)
     whole = trace_workload(work, rules=rules_for(work), budget_bytes=2**30)
-    assert whole.unseen == ("torch.compile of Sequential: traced as if not compiled",)
+    of_torch = tuple(unseen(()))  # what is said of this torch, whatever the step is
+    assert whole.unseen == (*of_torch, "torch.compile of Sequential: traced as if not compiled")
     model[2].compile()
-    assert list(unseen([model])) == ["torch.compile of 2: traced as if not compiled"]
+    assert tuple(unseen([model])) == (*of_torch, "torch.compile of 2: traced as if not compiled")
 
 
 def test_a_step_that_moves_its_batch_to_cuda() -> None:
@@ -823,6 +824,10 @@ def test_a_mask_that_a_model_makes_for_itself_and_that_hides_nothing_is_left_out
             n for n, o in zip(found.sizes, found.origins, strict=True) if o.operation == "aten.where.self"
         ]
 
+    if hf.__version__.startswith("4."):  # it asks a mask for its values, also in a trace
+        with pytest.raises(UntraceableError, match="reads a value that depends on the data"):
+            kept(hidden=3)
+        return
     assert 2 * 32 * 32 * 4 in kept(hidden=3)
     assert kept(hidden=0) == []
 
@@ -893,6 +898,9 @@ def saves(model: Any, batch: Any) -> torch.Tensor:
     return loss
 
 
+BRANCH = "return loss * 2 if loss > 3 else loss"
+
+
 @torch.library.custom_op("batchfit_tests::opaque", mutates_args=())
 def opaque(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -907,7 +915,7 @@ def custom(model: Any, batch: Any) -> torch.Tensor:
     [
         (masks, "aten.nonzero.default", "out > 0", "the shape of its result depends on the data"),
         (branches, ".item()", "loss.item()", "depends on the data"),
-        (compares, ".item()", "loss > 3", "depends on the data"),
+        (compares, f"data-dependent branch `{BRANCH}`", "loss > 3", "depends on the data"),
         (lists, ".item()", "tolist", "depends on the data"),
         (finds, "aten.nonzero.default", "nonzero", "the shape of its result depends on the data"),
         (leaves, ".numpy()", "numpy", "depend on the data"),

@@ -15,6 +15,7 @@ from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
+OLD_MASKS = transformers.__version__.startswith("4.")  # it asks a mask for its values, also in a trace
 
 
 def llama() -> Any:
@@ -73,6 +74,10 @@ def test_the_model_is_called_as_in_a_run(make: Any, batch: Any, monkeypatch: pyt
 
     monkeypatch.setattr(type(model), "forward", watched)
     work = batchfit.generation(model, batch, max_new_tokens=6, do_sample=False)
+    if OLD_MASKS and (batch is padded or (make is bart and batch is not with_mask)):
+        with pytest.raises(UntraceableError, match="reads a value that depends on the data"):
+            traced(work)
+        return
     work.step(3)
     real = seen.copy()
     seen.clear()
@@ -141,6 +146,9 @@ def test_what_goes_another_way_is_refused(options: dict[str, Any], why: str) -> 
 
 
 def test_passes_of_more_than_a_token_are_refused() -> None:
+    if not hasattr(type(llama()), "_prefill"):
+        pytest.skip("this transformers has no _prefill, in which a prompt can be taken in two")
+
     class Chunked(type(llama())):  # type: ignore[misc]
         """Takes its prompt in two."""
 

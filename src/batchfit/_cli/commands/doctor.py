@@ -214,7 +214,9 @@ def show_findings(findings: Findings, stream: TextIO) -> None:
     lines += [("", "devices")]
     lines += [(device["name"], _device_line(device)) for device in findings.devices] or [("none", "")]
     lines += [("", "allocator")]
-    lines += list(findings.allocator.items()) or [("defaults", f"{ALLOCATOR_VARIABLES[0]} is not set")]
+    lines += list(findings.allocator.items()) or [
+        ("defaults", f"neither {' nor '.join(ALLOCATOR_VARIABLES[:2])} is set")
+    ]
     lines += [("", "found sizes")]
     lines += [("store", findings.store["path"] or "none"), ("holds", _store_line(findings.store))]
     lines += [("", "optional packages")]

@@ -54,7 +54,8 @@ class SearchJob:
 
     `explain` turns an error of a step into what to say about it. `store_asked`: the store is not only on by
     default, it was asked for. `arguments` are those of the target's script. `trials` makes what runs the
-    trials in place of a workload, and `use` shows how the size that was found is used.
+    trials in place of a workload, `use` shows how the size that was found is used, and
+    `next_command` is what to ask next.
     """
 
     what: str
@@ -66,6 +67,7 @@ class SearchJob:
     arguments: tuple[str, ...] = ()
     trials: Callable[[SearchWatch, ProgressDisplay], Any] | None = None
     use: Callable[[int], str] | None = None
+    next_command: str = ""
 
 
 def find_target(call: TargetCall, *, store_asked: bool = False) -> Code:
@@ -82,6 +84,7 @@ def find_target(call: TargetCall, *, store_asked: bool = False) -> Code:
         options=options,
         store_asked=store_asked,
         arguments=call.arguments,
+        next_command=f"batchfit profile {call.target}",
     )
     return run_job(job, as_json=call.delivery.as_json, output=call.delivery.output)
 
@@ -288,13 +291,16 @@ def _deliver(
 
     launched = distributed.is_available() and distributed.is_initialized()
     ranks = distributed.get_world_size() if launched else 1
+    show = partial(
+        show_answer, saved=saved, ranks=ranks, kept=kept, use=job.use, next_command=job.next_command
+    )
     if as_json:
         stdout.write(text)
         stdout.flush()
-        show_answer(fit, sys.stderr, with_table=False, saved=saved, ranks=ranks, kept=kept, use=job.use)
+        show(fit, sys.stderr, with_table=False)
     else:
         with_table = not (rows_stand and is_terminal(stdout))
-        show_answer(fit, stdout, with_table=with_table, saved=saved, ranks=ranks, kept=kept, use=job.use)
+        show(fit, stdout, with_table=with_table)
     if lost:
         raise CommandFailed(
             Code.BROKEN, f"the result could not be saved to {output}: {lost.strerror or lost}"

@@ -42,10 +42,11 @@ def facts(
     ranks: int = 1,
     kept: str | None = None,
     use: Callable[[int], str] | None = None,
+    next_command: str = "",
 ) -> list[tuple[str, str]]:
     """Device, memory, trials, and how to use the answer: (label, text) pairs.
 
-    `use` shows the answer in the user's own command.
+    `use` shows the answer in the user's own command; `next_command` is what to ask next.
     """
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     runs = [used_bytes(trial) for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
@@ -71,6 +72,8 @@ def facts(
         lines.insert(0, ("stored", f"found {age} ago, confirmed now; --fresh searches again"))
     if saved is not None:
         lines.append(("saved", str(saved)))
+    if next_command and fit.stopped_because != "interrupted":
+        lines.append(("next", f"{next_command}  (is the largest also the fastest?)"))
     return lines
 
 
@@ -114,12 +117,13 @@ def show_answer(
     ranks: int = 1,
     kept: str | None = None,
     use: Callable[[int], str] | None = None,
+    next_command: str = "",
 ) -> None:
     """Write the end of a search to a stream, in colour where it is a terminal."""
     table = ""
     if with_table:
         table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, shown below at length
-    rows = facts(fit, saved=saved, ranks=ranks, kept=kept, use=use)
+    rows = facts(fit, saved=saved, ranks=ranks, kept=kept, use=use, next_command=next_command)
     if not is_terminal(stream):
         body = "".join(f"{label:<8} {text}\n" for label, text in rows)
         stream.write(f"{table}\n{headline(fit)}\n{body}")

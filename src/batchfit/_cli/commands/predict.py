@@ -165,7 +165,7 @@ def prediction_lines(found: Predicted, *, next_command: str, width: int, plain: 
     return [
         [(_headline(found), "good")],
         [],
-        *_table(found.rows),
+        *_table(found),
         [],
         *_picture(found, width, plain=plain),
         [],
@@ -183,17 +183,24 @@ def _headline(found: Predicted) -> str:
     )
 
 
-def _table(rows: Sequence[Row]) -> list[Line]:
-    widest = max(len(row.card) for row in rows)
+def _is_assumed(found: Predicted) -> bool:
+    """Nobody named a GPU, and none is here: a budget, with the kernels of some GPU."""
+    return found.predictions[0].based_on == "no GPU" and not found.gpu_named
+
+
+def _table(found: Predicted) -> list[Line]:
+    rows = found.rows
+    names = [f"like {row.card}" if _is_assumed(found) else row.card for row in rows]
+    widest = max(len(name) for name in names)
     head = f"  {'GPU':<{max(widest, 4)}}  {'budget':>9}  {'batch size':>10}  {'peak':>9}  {'of budget':>9}"
     lines: list[Line] = [[(head, "head")]]
-    for row in rows:
+    for name, row in zip(names, rows, strict=True):
         size = str(row.batch_size) if row.batch_size else "none"
         share = f"{row.peak_bytes / row.budget_bytes:.1%}" if row.peak_bytes else "-"
         peak = format_bytes(row.peak_bytes) if row.peak_bytes else "-"
         lines.append(
             [
-                (f"  {row.card:<{max(widest, 4)}}  {format_bytes(row.budget_bytes):>9}  ", ""),
+                (f"  {name:<{max(widest, 4)}}  {format_bytes(row.budget_bytes):>9}  ", ""),
                 (f"{size:>10}", "good" if row.batch_size else "warn"),
                 (f"  {peak:>9}  ", ""),
                 (f"{share:>9}", "dim"),
@@ -238,6 +245,8 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     facts.append(("traced", f"at sizes {sizes} in {elapsed_s:.1f} s"))
     largest = max(row.batch_size for row in found.rows)
     facts += (how_to_use if len(found.rows) == 1 else dataset_note)(largest, first.samples)
+    if next_command and first.based_on == "no GPU":
+        facts.append(("verify", "on the GPU, with batchfit find"))
     if next_command:
         facts.append(("next", next_command))
     return [line for label, text in facts for line in fact(label, text, width)]
@@ -277,8 +286,7 @@ def _confidence(found: Predicted) -> str:
     }[first.based_on]
     share = f"{first.margin:.1%} of each budget left free" if first.margin else "no margin"
     off = f"; the check was {first.check:.2%} off" if first.check >= 0.00005 else ""
-    unnamed = first.based_on == "no GPU" and not found.gpu_named
-    kernels = f" (kernels as on an {first.card})" if unnamed else ""
+    kernels = f" (kernels of an {first.card})" if _is_assumed(found) else ""
     return f"{how}{kernels}; {share}{off}"
 
 

@@ -66,14 +66,16 @@ def check_output(output: Path, files: Sequence[Path] = ()) -> None:
 
 
 def report_lines(results: Sequence[object], width: int) -> list[Line]:
-    """The verdict and its figures, as text."""
+    """The headlines and the figures, as text."""
     import textwrap
 
     from batchfit._report.verdict import facts_of, verdict
     from batchfit.results import Result
 
     known = [one for one in results if isinstance(one, Result)]
-    lines: list[Line] = [[(part, "strong")] for part in textwrap.wrap(verdict(known), width)]
+    lines: list[Line] = [
+        [(part, "strong")] for headline in verdict(known) for part in textwrap.wrap(headline, width)
+    ]
     found = facts_of(known)
     room = max((len(one.name) for one in found), default=0) + 2
     for one in found:

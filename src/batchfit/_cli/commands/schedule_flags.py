@@ -22,7 +22,7 @@ from batchfit._cli.flags import (
     plot_flag,
     show_help,
 )
-from batchfit._cli.help_texts import CODES
+from batchfit._cli.help_texts import exit_codes
 from batchfit._options import flag
 
 HELP = f"""\
@@ -31,7 +31,7 @@ Look at batch-size schedules.
 Examples:
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
 
-{CODES}
+{exit_codes("schedule")}
 """
 SHOW_HELP = f"""\
 Show what the schedule CONFIG will do: sizes, updates, learning rates.
@@ -46,7 +46,7 @@ Examples:
   batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
   batchfit schedule show s.yaml --samples 1.2M --epochs 90 --fits fit.json
 
-{CODES}
+{exit_codes("schedule")}
 """
 
 

@@ -154,7 +154,8 @@ class SweepTable(Picture):
         table = RichTable(box=None, pad_edge=False, header_style="bold")
         for name, width in zip(names, shown, strict=False):
             table.add_column(name, justify="right", no_wrap=True, overflow="ellipsis", width=width)
-        left = self._console.width - sum(width + _GAP for width in shown)
+        # rich 13.7 to 14.0 counts a gap after the last column, too, and would shorten another for it.
+        left = self._console.width - sum(width + _GAP for width in shown) - _GAP
         table.add_column("", no_wrap=True, overflow="ellipsis", width=max(1, left))
         for row in rows:
             table.add_row(*row[: len(shown)], row[-1])

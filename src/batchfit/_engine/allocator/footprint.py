@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import final
+from typing import NamedTuple, final
 
 # What a block is for, in the order in which people ask.
 KINDS = ("weights", "gradients", "optimizer", "activations", "batch", "workspaces", "temporaries")
@@ -29,15 +29,30 @@ class ShapeChangedError(Exception):
 
 
 @final
+class CodeLine(NamedTuple):
+    """A line of the program that was running: the whole path of its file, its number, and its function."""
+
+    file: str
+    number: int
+    function: str
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a block came from: its kind, the phase, the module's path, the source line and the operation."""
+    """Where a block came from: its kind, the phase, the module's path, the source line and the operation.
+
+    A detailed trace also has the program's `lines` that were running, the outermost first, and what `tensor`
+    the block was made for ("float32[8, 512]"). They are no part of what makes two origins equal.
+    """
 
     kind: str
     phase: str
     module: str = ""
     source: str = ""
     operation: str = ""
+    lines: tuple[CodeLine, ...] = field(default=(), compare=False)
+    tensor: str = field(default="", compare=False)
 
 
 @final

@@ -25,6 +25,7 @@ import torch
 
 from batchfit._engine.device.device import CpuDevice, Device, counts_memory
 from batchfit._engine.device.gpu import CudaDevice
+from batchfit._engine.torch_private.dispatch import unseen
 from batchfit.errors import NothingFitsError
 
 T = TypeVar("T")
@@ -317,11 +318,20 @@ def run_twice(
 
 
 def recover(device: Device) -> None:
-    """Release what a failed call left: cycles, cast copies of weights, cached blocks."""
+    """Release what a failed call left: half a backward, cycles, cast copies of weights, cached blocks."""
     torch.clear_autocast_cache()
+    _forget_unfinished_backward()
     gc.collect()
     if counts_memory(device):
         device.reset()
+
+
+def _forget_unfinished_backward() -> None:
+    """What a failed backward had still to do waits in torch's queue of this thread, with its activations,
+    until the next backward: here is one, of no elements."""
+    with unseen(), torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.empty(0, device="cpu", requires_grad=True)
+        torch.autograd.backward(nothing * 1, torch.empty(0, device="cpu"))
 
 
 def _is_host(message: str, device: Device) -> bool:

@@ -147,6 +147,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor sends inside its own operations (the norm of all shards): next
         kwargs = kwargs or {}
         if func.namespace in _SPACES and func._schema.name.partition("::")[2] not in _QUIET:
             self.calls.append(CollectiveCall(func, _group_of(args, kwargs), _shapes(args), _shapes(kwargs)))

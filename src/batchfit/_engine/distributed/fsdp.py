@@ -69,7 +69,9 @@ def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
         ranks = ranks or Ranks.current()
         mine = {}
         for phase in ("forward", "backward"):
-            mine[phase] = _differs(mesh, phase)
+            # The first OOM may be one of an evaluation.
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                mine[phase] = _differs(mesh, phase)
         found = ranks.gather(mine, doing="the self-test of FSDP2")
         whys = {phase: next((one[phase] for one in found if one[phase]), "") for phase in mine}
         why = "; ".join(f"after a failure in {phase}: {text}" for phase, text in whys.items() if text)

@@ -124,7 +124,7 @@ class MemoryBudget:
         with self.device.limit(min(self.budget_bytes, self.device.total_bytes())):
             held = DeviceReading.of(self.device).held_bytes
             if held is not None and held >= self.budget_bytes:
-                raise self.shortage(f"a batch of {whole.length}, {whole.shape.key}", held)
+                raise self.shortage(f"a batch of {whole.length}", held)
             yield
 
     def shortage(self, what: str, held_bytes: int | None, message: str = "") -> NothingFitsError:

@@ -34,6 +34,7 @@ from batchfit._engine.sizing.pure.pack import MULTIPLE, SeenShapes, pack
 from batchfit._engine.sizing.pure.sizes import EventLog
 from batchfit._engine.sizing.uniform import BEFORE_FIRST, counted
 from batchfit._engine.torch_private.allocator import settings_text
+from batchfit._units import oom_in_short
 
 log = logging.getLogger("batchfit")
 
@@ -317,7 +318,7 @@ class RaggedBatch:
         self._was_retried = False
         is_least = size == 1 and (self._ignores_shapes or length <= _shortest(self.whole, piece))
         if is_least or (self.held_bytes or 0) >= memory.limit(fresh=False):
-            what = f"one sample of length {length} of {self.whole.shape.key}"
+            what = f"one sample of length {length}"
             raise memory.shortage(what, self.held_bytes, failure.message)
         self._ignores_shapes = self._ignores_shapes or size == 1
         trusted = self.retries == 1 and bool(known.memory.readings)
@@ -325,7 +326,7 @@ class RaggedBatch:
         model, budget = self.memory_model()
         after = model.most_samples(length, budget)
         after = min(size - 1, size if after is None else after)
-        report("shrunk", size, max(1, after), f"at length {length}: {failure.message}")
+        report("shrunk", size, max(1, after), f"at length {length}: {oom_in_short(failure.message)}")
         self.planned = ()
 
     def finish(self, plan: Sequence[Piece]) -> None:

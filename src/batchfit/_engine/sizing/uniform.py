@@ -24,6 +24,7 @@ from batchfit._engine.sizing.interface import Pass
 from batchfit._engine.sizing.memory_budget import DeviceReading, MemoryBudget, begin_peak, peak_since_begun
 from batchfit._engine.sizing.pure.sizes import Bounds, EventKind, EventLog, Learned, balanced, equal
 from batchfit._engine.torch_private.dynamo import compilations, recompile_limit
+from batchfit._units import oom_in_short
 
 log = logging.getLogger("batchfit")
 
@@ -242,10 +243,12 @@ class UniformBatch:
         self.held_bytes = reading.held_bytes
         if failure.fragmented and not self._was_retried:
             self._was_retried = True
-            sizer.report("retry", before, before, f"memory was fragmented ({failure.message})", shape)
+            sizer.report(
+                "retry", before, before, f"memory was fragmented: {oom_in_short(failure.message)}", shape
+            )
             return
         if before == 1 or (reading.held_bytes or 0) >= sizer.memory.limit(fresh=True):
-            what = f"a batch of {self.whole.length}, {shape.key}"
+            what = f"one sample of a batch of {self.whole.length}"
             raise sizer.memory.shortage(what, reading.held_bytes, failure.message)
         sizer.learned.failed(shape, before)
         sure = sizer.learned.sure(shape)
@@ -255,7 +258,7 @@ class UniformBatch:
         if most is not None:
             self.size = max(1, min(self.size, max(most, sure if sure < before else 0)))
         self._was_retried = False
-        sizer.report("shrunk", before, self.size, failure.message, shape)
+        sizer.report("shrunk", before, self.size, oom_in_short(failure.message), shape)
 
     def finish(self, plan: Sequence[Piece]) -> None:
         used = None

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from batchfit._engine.allocator.footprint import Origin, Trace, TraceLog
+from batchfit._engine.allocator.footprint import CodeLine, Origin, Trace, TraceLog
 from batchfit._engine.allocator.generation import TokenLoop, with_all_passes
 from batchfit._engine.cuda_model.dispatch import kernels_replaced
 from batchfit._engine.device.tensors import is_dense
@@ -45,6 +45,7 @@ from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode
 from batchfit._engine.torch_private.storage import address_of, use_counts
 from batchfit._engine.trace.program_lines import HERE, TORCH, calling_line
 from batchfit._engine.workload import loop
+from batchfit._engine.workload.user_errors import is_users
 from batchfit.errors import UntraceableError
 
 aten: Any = torch.ops.aten
@@ -57,8 +58,9 @@ _ENGINE = engine_code()
 class Blocks(TraceLog):
     """What is allocated and freed, written down as it happens."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, detailed: bool = False) -> None:
         super().__init__()
+        self._detailed = detailed  # whether an origin says what tensor a block was made for
         self._step_ends: list[int] = []
         self._loops: list[TokenLoop] = []
         self._begins = 0
@@ -72,6 +74,9 @@ class Blocks(TraceLog):
         """A tensor is there; its storage is a block from now on until it is freed."""
         if tensor not in self:
             size = tensor.untyped_storage().nbytes() if size is None else size
+            if self._detailed:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                origin = replace(origin, tensor=f"{dtype}{list(tensor.shape)}")
             self._hold(tensor, self.allocate(size, origin))
 
     def take_over(self, tensor: Tensor, from_: Tensor) -> None:
@@ -138,16 +143,22 @@ class Blocks(TraceLog):
 
 @final
 class Whereabouts:
-    """Follows a step. `outside` is the code that calls it: what lies beyond is no part of the step."""
+    """Follows a step. `outside` is the code that calls it: what lies beyond is no part of the step.
 
-    def __init__(self, module_names: Mapping[int, str], outside: CodeType) -> None:
+    `detailed`: an origin has all lines of the program that were running, not only the innermost.
+    """
+
+    def __init__(self, module_names: Mapping[int, str], outside: CodeType, *, detailed: bool = False) -> None:
         self._module_names = module_names
         self._outside = outside
+        self._detailed = detailed
         self._modules: list[str] = []
         self._in_optimizer = 0
         self._lines: dict[tuple[str, int, str], str] = {}
         self._ours: dict[str, bool] = {}  # whether a file is torch's, or batchfit's
-        self._forward: dict[int, tuple[str, str]] = {}  # module and line by the number of an autograd node
+        self._users: dict[str, bool] = {}  # whether it is the user's own
+        # Module, line, and all lines, by the number of an autograd node.
+        self._forward: dict[int, tuple[str, str, tuple[CodeLine, ...]]] = {}
 
     @contextlib.contextmanager
     def followed(
@@ -215,26 +226,36 @@ class Whereabouts:
         elif phase != "forward" and kind == "activations" and not recomputed:
             kind = "temporaries"
         if phase == "backward" and not recomputed:
-            module, source = self._of_node()
+            module, source, lines = self._of_node()
         else:
-            module, source = self._modules[-1] if self._modules else "", self._source()
-        return Origin(kind, phase, module, source, operation)
+            module, source, lines = self._here()
+        return Origin(kind, phase, module, source, operation, lines)
 
     def note_node(self) -> None:
         """Remember where we are for the backward of this operation.
 
         Autograd has made the operation's node, and given it the last number, before it gets here.
         """
-        if not torch.is_grad_enabled() or in_backward():
-            return
+        if not torch.is_grad_enabled() or (in_backward() and not self._modules):
+            return  # in backward a module runs where a checkpoint computes it again, with nodes of its own
         number = next_number() - 1
         if number not in self._forward:
-            self._forward[number] = (self._modules[-1] if self._modules else "", self._source())
+            self._forward[number] = self._here()
 
-    def _of_node(self) -> tuple[str, str]:
+    def _here(self) -> tuple[str, str, tuple[CodeLine, ...]]:
+        """The module and the line that are running; all lines, where they are wanted."""
+        lines = self._all_lines() if self._detailed else ()
+        return self._modules[-1] if self._modules else "", self._source(), lines
+
+    def _of_node(self) -> tuple[str, str, tuple[CodeLine, ...]]:
         """The module and the line whose gradient is being computed: backward itself runs in C++."""
         node = _node()
-        return self._forward.get(number_of(node), ("", "")) if node is not None else ("", "")
+        if node is None:
+            return "", "", ()
+        number = number_of(node)
+        # An operation in place on a view has two more nodes, right after its own.
+        known = (self._forward.get(number - back) for back in range(3))
+        return next((one for one in known if one is not None), ("", "", ()))
 
     def phase(self) -> str:
         """batch, forward, backward or optimizer."""
@@ -252,10 +273,7 @@ class Whereabouts:
             if code is self._outside:  # what lies beyond called batchfit, and is no part of the step
                 break
             name = code.co_filename
-            ours = self._ours.get(name)
-            if ours is None:
-                ours = self._ours[name] = name.startswith((*TORCH, *HERE)) or name[0] == "<"
-            if not ours:
+            if not self._is_ours(name):
                 key = (name, frame.f_lineno, code.co_name)
                 line = self._lines.get(key)
                 if line is None:
@@ -263,6 +281,32 @@ class Whereabouts:
                 return line
             frame = frame.f_back
         return ""
+
+    def _is_ours(self, file: str) -> bool:
+        """Whether a file is torch's or batchfit's, or none."""
+        ours = self._ours.get(file)
+        if ours is None:
+            ours = self._ours[file] = file.startswith((*TORCH, *HERE)) or file[0] == "<"
+        return ours
+
+    def _is_users(self, file: str) -> bool:
+        known = self._users.get(file)
+        if known is None:
+            known = self._users[file] = is_users(file, home=None)
+        return known
+
+    def _all_lines(self) -> tuple[CodeLine, ...]:
+        """The innermost line, as `_source` has it, and those of the program's own that lead there."""
+        found: list[CodeLine] = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not self._outside:
+            code = frame.f_code
+            file = code.co_filename
+            if not self._is_ours(file) and (not found or self._is_users(file)):
+                function = code.co_qualname.rpartition("<locals>.")[2]
+                found.append(CodeLine(file, frame.f_lineno, function))
+            frame = frame.f_back
+        return tuple(reversed(found))
 
 
 # -- what is written in place

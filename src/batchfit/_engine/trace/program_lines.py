@@ -5,6 +5,8 @@ Rules: no line of torch or batchfit is named; a library's line is followed by th
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 import traceback
 from collections.abc import Iterable
@@ -45,6 +47,22 @@ def calling_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith((*TORCH, *HERE)):
         frame = frame.f_back
     return frame
+
+
+# A value that the line asks for by name: then that is what cannot be traced.
+_READS = re.compile(r"\.item\(|\.tolist\(|\b(float|int|bool)\(")
+
+
+def reading() -> str:
+    """What the program does at the line that is running, where it asks for a value: for an error to name."""
+    for frame, number in traceback.walk_stack(sys._getframe(2)):
+        filename = frame.f_code.co_filename
+        if filename.startswith((*TORCH, *HERE, "<")):
+            continue
+        line = linecache.getline(filename, number, frame.f_globals).strip()
+        is_branch = re.search(r"(^|\s)(if|elif|while|assert)\b", line) and not re.search(_READS, line)
+        return f"data-dependent branch `{line}`" if is_branch else ".item()"
+    return ".item()"
 
 
 def calling_line() -> str:

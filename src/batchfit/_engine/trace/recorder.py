@@ -38,7 +38,7 @@ from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
 from batchfit._engine.trace.host import HostTensors
-from batchfit._engine.trace.program_lines import calling_line
+from batchfit._engine.trace.program_lines import calling_line, reading
 from batchfit._engine.trace.quantised import kind_is_made_of_tensors, parts_of
 from batchfit._engine.trace.recorded_reads import RecordedReads, Value
 from batchfit._engine.trace.values import KnownValues, LibraryReads
@@ -65,6 +65,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         check: Callable[[], None],
         limit_s: float | None = None,
         counts_host: bool = False,
+        detailed: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.faked = faked
@@ -74,10 +75,10 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self.refused: list[UntraceableError] = []  # the program may have caught them
         self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
-        self.blocks = Blocks()
+        self.blocks = Blocks(detailed=detailed)
         self.in_place = InPlace()
         self.generating: Generating | None = None  # set where the step generates
-        self._where = Whereabouts(faked.module_names, outside)
+        self._where = Whereabouts(faked.module_names, outside, detailed=detailed)
         self._values = KnownValues()
         self._operations: dict[Any, Operation] = {}
         self.reads = LibraryReads()
@@ -275,7 +276,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         if answer is not None:
             return answer
         error = UntraceableError(
-            ".item()", calling_line(), "the program reads a value that depends on the data"
+            reading(), calling_line(), "the program reads a value that depends on the data"
         )
         self.refused.append(error)
         raise error

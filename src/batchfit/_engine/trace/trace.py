@@ -169,12 +169,13 @@ def trace(
     changes: tuple[Any, ...] = (),
     limit_s: float | None = None,
     reach: StepReach | None = None,
+    detailed: bool = False,
 ) -> Trace:
     """The allocations and frees of `steps` steps of `size` samples.
 
     `changes` are contexts that change the step for the trace only: `change(workload, faked)`. A trace that
     has not ended after `limit_s` is given up (`UntraceableError`). `reach` is what the step can reach, where
-    a caller has walked it already.
+    a caller has walked it already. `detailed`: origins say what `Origin` has of a detailed trace.
     """
     undo = UndoStack()
     # Neither while state is replaced, nor in Python that is called by C++, where it would end the process.
@@ -183,7 +184,7 @@ def trace(
             undo.push(name, again)
         try:
             reach = reach_of(workload) if reach is None else reach
-            return _traced(reach, size, rules, steps, changes, limit_s, interrupts)
+            return _traced(reach, size, rules, steps, changes, limit_s, interrupts, detailed=detailed)
         finally:
             undo.run()
 
@@ -196,6 +197,8 @@ def _traced(
     changes: tuple[Any, ...],
     limit_s: float | None,
     interrupts: TraceInterrupts,
+    *,
+    detailed: bool,
 ) -> Trace:
     workload = reach.workload
     with contextlib.ExitStack() as stack:
@@ -209,6 +212,7 @@ def _traced(
             limit_s=limit_s,
             counts_host=workload.kind == "step",
             changes=[partial(change, workload, faked) for change in changes],
+            detailed=detailed,
         )
         if workload.kind == "generation":
             recorder.generating = Generating()
@@ -237,6 +241,7 @@ def open_trace(
     counts_host: bool = False,
     changes: Sequence[Callable[[], contextlib.AbstractContextManager[Any]]] = (),
     recorded: RecordedReads | None = None,
+    detailed: bool = False,
 ) -> TraceRecorder:
     """A recorder of what runs from now on with fakes for the state, until the stack is closed.
 
@@ -251,7 +256,13 @@ def open_trace(
     for change in changes:
         stack.enter_context(change())
     recorder = TraceRecorder(
-        faked, rules, outside=outside, check=check, limit_s=limit_s, counts_host=counts_host
+        faked,
+        rules,
+        outside=outside,
+        check=check,
+        limit_s=limit_s,
+        counts_host=counts_host,
+        detailed=detailed,
     )
     recorder.recorded = recorded
     stack.enter_context(recorder.in_place.active(rules.autograd_key))

@@ -35,7 +35,7 @@ from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private.dispatch import schema_of
 from batchfit._engine.torch_private.fake import FakeTensor, unset_fake_temporarily
 from batchfit._engine.torch_private.storage import address_of
-from batchfit._engine.trace.program_lines import calling_line
+from batchfit._engine.trace.program_lines import calling_line, reading
 from batchfit.errors import UntraceableError
 
 aten = torch.ops.aten
@@ -321,7 +321,7 @@ class Unread:
 
     def _refuse(self, *_: Any) -> Any:
         error = UntraceableError(
-            ".item()", calling_line(), "the program decides by a value that depends on the data"
+            reading(), calling_line(), "the program decides by a value that depends on the data"
         )
         self._refused.append(error)
         raise error

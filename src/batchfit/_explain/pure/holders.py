@@ -95,6 +95,30 @@ class Peak:
         )
 
 
+def highest_by_phase(peak: Peak) -> list[Peak]:
+    """The highest moment of each phase of the last step, in the order in which the phases begin.
+
+    The batch counts as forward. A block that is freed says nothing about the phase.
+    """
+    trace = peak.trace
+    total = 0
+    best: dict[str, tuple[int, int]] = {}
+    begin = _last_begins(trace)
+    for position, event in enumerate(trace.events):
+        total += grained(trace.sizes[event]) if event >= 0 else -grained(trace.sizes[~event])
+        if position >= begin and event >= 0:
+            phase = phase_of(trace.origins[event])
+            if total > best.get(phase, (-1, 0))[0]:
+                best[phase] = (total, position)
+    moments = [moment for _, moment in best.values()] or [peak.moment]
+    return [Peak(trace, moment, tuple(trace.live_after(moment + 1))) for moment in moments]
+
+
+def phase_of(origin: Origin) -> str:
+    """The phase that a block is made in."""
+    return "forward" if origin.phase == "batch" else origin.phase
+
+
 def grained(size: int) -> int:
     """What the allocator gives for that many bytes."""
     return -(-size // GRAIN) * GRAIN
@@ -195,7 +219,7 @@ def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside
     others: dict[str, list[int]] = defaultdict(list)
     for block in peak.live:
         origin = peak.trace.origins[block]
-        path = _path(origin, classes)
+        path = module_path(origin, classes)
         if path is None:
             others[_elsewhere(origin, outside)].append(block)
         else:
@@ -206,7 +230,7 @@ def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside
     return _ranked(found)
 
 
-def _path(origin: Origin, classes: Mapping[str, str]) -> str | None:
+def module_path(origin: Origin, classes: Mapping[str, str]) -> str | None:
     """The path of the module that a block belongs to; None where it belongs to none."""
     if origin.kind in STATE:  # their origin names a tensor: the module is what comes before
         return origin.module.rpartition(".")[0] if origin.module else None

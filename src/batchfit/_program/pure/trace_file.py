@@ -6,9 +6,10 @@ Rule: origins come by the ten thousand and few of them differ, so each is writte
 from __future__ import annotations
 
 import json
-from dataclasses import astuple
 
 from batchfit._engine.allocator.footprint import Origin, Trace
+
+_WRITTEN = ("kind", "phase", "module", "source", "operation")
 
 
 def trace_text(trace: Trace, classes: dict[str, str]) -> str:
@@ -20,7 +21,7 @@ def trace_text(trace: Trace, classes: dict[str, str]) -> str:
             "size": trace.size,
             "sizes": trace.sizes,
             "origins": [number[origin] for origin in trace.origins],
-            "table": [astuple(origin) for origin in table],
+            "table": [[getattr(origin, name) for name in _WRITTEN] for origin in table],
             "events": trace.events,
             "begins": trace.begins,
             "step_ends": trace.step_ends,

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from batchfit.errors import ProgramError
+
 _SAME_PEAK_SHARE = 0.005  # two peaks this close are the same
 _MORE_PASSES = 1.5
 _TRACKS = 0.9  # of what the size promises
@@ -26,6 +28,21 @@ class SizeUse:
     elements: int
     passes: int
     peak_bytes: int | None
+
+
+def note_use(uses: list[SizeUse], use: SizeUse) -> int | None:
+    """Add a size to those that ran, or answer the largest batch where it is beyond that and shows no more.
+
+    A `ProgramError` where the search makes no sense.
+    """
+    largest = largest_batch([*uses, use])
+    if largest is not None and use.size > largest:
+        return largest
+    uses.append(use)
+    wrong = wrong_use(uses)
+    if wrong:
+        raise ProgramError(wrong)
+    return None
 
 
 def largest_batch(uses: Sequence[SizeUse]) -> int | None:

@@ -23,6 +23,7 @@ QUIET = {
     "CLEARML_OFFLINE_MODE": "1",
     "SWANLAB_MODE": "disabled",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow 3 refuses a folder otherwise, such as ours
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "PYTHONUNBUFFERED": "1",  # the last lines of a program that is killed
 }

@@ -25,7 +25,7 @@ from batchfit._program.command_run import CommandRun
 from batchfit._program.probe_run import check_seen, start_run
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.trace_file import read_trace
-from batchfit._program.pure.usage import SizeUse, largest_batch, wrong_use
+from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
 from batchfit.errors import ProgramError, UntraceableError
 
@@ -90,7 +90,7 @@ class ProgramTraces:
 
     def for_gpu(self, gpu: Gpu) -> ProgramTraces:
         """Traces for another GPU, which need no new run of the program itself."""
-        return replace(self, gpu=gpu, _traces={}, _uses=[])
+        return replace(self, gpu=gpu, _traces={}, _uses=[one for one in self._uses if one.peak_bytes is None])
 
     def unseen(self) -> tuple[str, ...]:
         """What no trace of a program shows."""
@@ -115,26 +115,21 @@ class ProgramTraces:
         recorded = self._run(size, STEPS, record, {"reads": self._reads or ""})
         found, classes = read_trace(recorded.text)
         self.classes = self.classes or classes
-        self._note_use(recorded.reports, found)
+        self._note_use(recorded.reports, size, peak_bytes=found.peak_bytes)
         return found
 
     def _run_really(self) -> None:
         """The program as it is, for a few steps of a small size."""
         recorded = self._run(SMALL, STEPS + 1, {"kind": "reads"})
         self._reads, self._trains = recorded.text, not recorded.reports.is_evaluation
+        self._note_use(recorded.reports, SMALL, peak_bytes=None)
         self.samples = json.loads(recorded.text)["samples"]
         if self.samples is not None:
             self.most_size = max(self.samples // STEPS, SMALL + 1)  # as many whole batches as there are steps
 
-    def _note_use(self, reports: Reports, found: Trace) -> None:
-        use = reports.use(found.size)
-        use = replace(use, peak_bytes=found.peak_bytes)
-        self._uses.append(use)
-        wrong = wrong_use(self._uses)
-        if wrong:
-            raise ProgramError(wrong)
-        largest = largest_batch(self._uses)
-        if largest is not None and use.size > largest:
+    def _note_use(self, reports: Reports, size: int, *, peak_bytes: int | None) -> None:
+        largest = note_use(self._uses, replace(reports.use(size), peak_bytes=peak_bytes))
+        if largest is not None:
             raise TooFewSamplesError(largest)
 
     # --- one run

@@ -8,6 +8,7 @@ Rules
 - The first batch of a loader that is cut is looked at: a value that is no mean over samples (a perplexity,
   an F1 score) cannot be had from microbatches, and is refused by its name.
 - A batch that cannot be cut runs as without this callback.
+- Under FSDP2 all ranks run the same microbatches, look at values together, and refuse together.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from batchfit.integrations.lightning.merging import (
     restore_metrics,
     saved_metrics,
 )
+from batchfit.integrations.lightning.strategies import is_sharded
 
 _SMALL = 64  # lists of more items than this are not looked into for other lists
 
@@ -43,9 +45,9 @@ _Lists = dict[str, tuple[list[Any], int]]
 class _Done:
     """The microbatches of a batch that have run, and what each left behind."""
 
-    def __init__(self, step: Callable[[Any], Any]) -> None:
+    def __init__(self, step: Callable[[Any], Any], *, inference: bool) -> None:
         self.step = step
-        self.inference, self.gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self.inference, self.gradients = inference, torch.is_grad_enabled()
         self.called = False
         self.micros: list[Any] = []
         self.sizes: list[int] = [1]  # of one microbatch, which is the batch, the size does not matter
@@ -55,6 +57,10 @@ class _Done:
     def now(self) -> Record:
         """The record of the microbatch that runs."""
         return self.records[-1]
+
+    def keep(self, count: int) -> None:
+        """Forget all but the first microbatches."""
+        del self.records[count:], self.micros[count:], self.grown[count:]
 
     def appended(self) -> dict[str, list[Any]]:
         """What the batch would have appended; of lists with one item per sample, or unlike ones, nothing."""
@@ -97,6 +103,10 @@ class _Done:
         }
 
 
+class _Uncut(Exception):
+    """A batch cannot be cut; says why."""
+
+
 @final
 class Evaluation:
     """The `validation_step` of one Trainer, until `end`."""
@@ -104,7 +114,10 @@ class Evaluation:
     def __init__(self, trainer: Any, options: Mapping[str, Any], learned: Mapping[str, Any] | None) -> None:
         self._trainer, self._module = trainer, trainer.lightning_module
         self._metrics = metrics_in(self._module)
+        self._sharded = is_sharded(trainer)
+        self._now: _Done | None = None  # the batch that runs
         self._microbatcher = batchfit.Microbatcher(trainer.strategy.model, batch_norm="ignore", **options)
+        self._microbatcher._also_restores(self._begun)
         if learned is not None:
             self._microbatcher.load_state_dict(learned)
         self._split, self._sync = options["split"], options["sync"]
@@ -126,22 +139,40 @@ class Evaluation:
             return self._plain(batch, *rest)
         loader = self._trainer._active_loop._results.dataloader_idx or 0
         if loader not in self._uncut:
-            done = _Done(lambda micro: self._plain(micro, *rest))
-            with recording(self._trainer._active_loop, done.now) as results:
-                try:
-                    self._microbatcher.map(partial(self._micro, done), batch)
-                except Exception as error:
-                    if done.called:
-                        raise
-                    self._uncut[loader] = str(error)  # refused before anything ran
-        if loader in self._uncut:
-            return self._as_it_is(batch, rest, self._uncut[loader])
+            try:
+                return self._cut(loader, batch, rest)
+            except _Uncut as uncut:
+                self._uncut[loader] = str(uncut)
+            finally:
+                self._now = None  # it holds the batch
+        return self._as_it_is(batch, rest, self._uncut[loader])
+
+    def _cut(self, loader: int, batch: Any, rest: tuple[Any, ...]) -> Any:
+        done = self._now = self._new(lambda micro: self._plain(micro, *rest))
+        with recording(self._trainer._active_loop, done.now) as results:
+            try:
+                self._microbatcher.map(partial(self._micro, done), batch)
+            except Exception as error:
+                if done.called:
+                    raise
+                raise _Uncut(str(error)) from None  # refused before anything ran
         if len(done.micros) > 1:
             done.sizes = [self._samples(micro) for micro in done.micros]
-            if loader not in self._seen:
-                self._look(done, self._samples(batch))
-                self._seen.add(loader)
+        if loader not in self._seen and self._on_any_rank(len(done.micros) > 1):
+            self._look(done, self._samples(batch))
+            self._seen.add(loader)
         return self._left(results, done)
+
+    def _new(self, step: Callable[[Any], Any]) -> _Done:
+        # Parameters that FSDP2 gathers in inference mode could not be trained afterwards.
+        return _Done(step, inference=torch.is_inference_mode_enabled() and not self._sharded)
+
+    def _on_any_rank(self, holds: bool) -> bool:
+        """Whether it holds here, or under FSDP2 on any rank: what follows has collectives there."""
+        if not self._sharded:
+            return holds
+        flag = torch.tensor(float(holds), device=self._trainer.strategy.root_device)
+        return bool(self._trainer.strategy.reduce(flag, reduce_op="max"))
 
     def _as_it_is(self, batch: Any, rest: tuple[Any, ...], why: str) -> Any:
         try:
@@ -156,20 +187,31 @@ class Evaluation:
             self._run(done, micro)
 
     def _run(self, done: _Done, micro: Any) -> None:
-        """One microbatch; nothing of it stays where it fails."""
-        saved, lists, attributes = saved_metrics(self._metrics), _lists(self._module), _plain(self._module)
+        lists = _lists(self._module)
         done.called = True
         done.records.append(Record(None))
-        try:
-            output = done.step(micro)
-        except BaseException:
-            done.records.pop()
-            self._back(saved, lists, attributes)
-            raise
+        output = done.step(micro)
         done.records[-1].extra = {"output": detached(output)}
         done.micros.append(micro)
         grown = {name: detached(kept[length:]) for name, (kept, length) in lists.items()}
         done.grown.append({name: items for name, items in grown.items() if items})
+
+    def _begun(self) -> Callable[[], None]:
+        """A microbatch begins; what undoes it, and all after it: nothing of one that fails stays."""
+        done = self._now
+        assert done is not None
+        # `map` runs in a mode of its own, and the step could not write into copies made in it.
+        mode = partial(torch.inference_mode, done.inference)
+        with mode():
+            saved = saved_metrics(self._metrics), _lists(self._module), _plain(self._module)
+        count = len(done.micros)
+
+        def restore() -> None:
+            done.keep(count)
+            with mode():
+                self._back(*saved)
+
+        return restore
 
     def _back(self, saved: Any, lists: _Lists, attributes: dict[str, Any]) -> None:
         restore_metrics(saved)
@@ -194,14 +236,16 @@ class Evaluation:
 
     def _look(self, done: _Done, samples: int) -> None:
         """Refuse values that two halves of a microbatch give otherwise than the microbatch."""
-        sizes = done.sizes
+        sizes = done.sizes if len(done.micros) > 1 else [samples]
+        refusal = ""
         if sum(sizes) != samples:
-            raise BatchfitError(
+            refusal = (
                 f"validation_step is out of memory, and the microbatches of its batch of {samples} samples "
                 f"have {sum(sizes)}: give split=, or the validation loader a smaller batch_size"
             )
+        self._refuse(refusal)
         largest = max(range(len(sizes)), key=sizes.__getitem__)
-        if sizes[largest] < 2:
+        if sizes[largest] < 2 and not self._sharded:
             return
         with self._unseen():
             once, again = (self._tried(done, done.micros[largest], sizes[largest]) for _ in range(2))
@@ -209,11 +253,18 @@ class Evaluation:
         for name, value in once.items():
             steady = name in again and _near(value, again[name])  # otherwise the step draws random numbers
             if steady and name in halves and not _near(value, halves[name]):
-                raise BatchfitError(
+                refusal = (
                     f"validation_step is out of memory with {samples} samples, and {name} is no mean over "
                     f"samples, so it cannot be had from microbatches of {max(sizes)}: use a metric of "
                     f"torchmetrics for it, or give the validation loader a batch_size of at most {max(sizes)}"
                 )
+        self._refuse(refusal)
+
+    def _refuse(self, refusal: str) -> None:
+        """Raise where there is a reason to; under FSDP2 on all ranks."""
+        on_any = self._on_any_rank(bool(refusal))
+        if refusal or on_any:
+            raise BatchfitError(refusal or "another rank cannot cut its batch of validation: see its error")
 
     def _tried(self, done: _Done, micro: Any, size: int) -> dict[str, torch.Tensor]:
         """The numbers that a batch leaves, in microbatches of so many samples."""
@@ -224,7 +275,8 @@ class Evaluation:
             split=self._split,
             sync=self._sync,
         )
-        tried = _Done(done.step)
+        own._also_restores(self._begun)
+        tried = self._now = self._new(done.step)
         with recording(self._trainer._active_loop, tried.now):
             own.map(partial(self._micro, tried), micro)
         tried.sizes = [self._samples(some) for some in tried.micros]

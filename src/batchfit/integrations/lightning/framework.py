@@ -26,6 +26,7 @@ import torch
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.lightning.strategies import check_strategy
 
 log = logging.getLogger("batchfit")
 
@@ -80,13 +81,7 @@ def check_trainer(trainer: Any, callback: Any) -> None:
     """What every callback of ours asks of a Trainer."""
     package = _package(trainer)
     check_version(package, importlib.import_module(package).__version__)
-    name = type(callback).__name__
-    strategies = part(trainer, "strategies")
-    if not isinstance(trainer.strategy, (strategies.SingleDeviceStrategy, strategies.DDPStrategy)):
-        raise BatchfitError(
-            f"{name} works on one device and under DDP, not under {type(trainer.strategy).__name__}: "
-            "use batchfit.find_batch_size and batchfit.Microbatcher by hand there"
-        )
+    check_strategy(trainer, type(callback).__name__)
 
 
 def check_version(package: str, version: str) -> None:

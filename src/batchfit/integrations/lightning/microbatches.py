@@ -131,8 +131,7 @@ class OomProofTraining(Callback):
         self._record_oom = record_oom
         self._recorder: batchfit.OomRecorder | None = None
         self.retries = 0  # over the whole run
-        self._options = {**options, "budget": budget, "on_event": self._happened, "advice": _ADVICE}
-        self._on_event = on_event
+        self._options = {**options, "budget": budget, "advice": _ADVICE}
         self._weight = weight
         self._rollback = rollback
         self._microbatcher: batchfit.Microbatcher | None = None
@@ -141,10 +140,9 @@ class OomProofTraining(Callback):
         self._evaluated: Mapping[str, Any] | None = None  # what it learned
         self._largest = 0  # microbatch of the last batch
         self._shown = ShownValues()
-        self._failed = self._is_paused = self._is_tasks = False
+        self._is_paused = self._is_tasks = False
         self._records: list[Record] = []
         self._metrics: list[nn.Module] = []
-        self._saved: Any = None  # states of the metrics when the batch began
         self._trainer: Any = None
         self._kwargs: dict[str, Any] = {}
 
@@ -176,8 +174,8 @@ class OomProofTraining(Callback):
         """From here on, the sanity check included, batches of validation that do not fit are cut."""
         if self._record_oom is not None:
             self._recorder = batchfit.record_oom(self._record_oom)
-        options = {name: self._options[name] for name in ("split", "budget", "sync", "timeout_s")}
-        self._evaluation = Evaluation(trainer, {**options, "on_event": self._on_event}, self._evaluated)
+        options = {name: self._options[name] for name in ("split", "budget", "sync", "timeout_s", "on_event")}
+        self._evaluation = Evaluation(trainer, options, self._evaluated)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """From here on batches go through the Microbatcher."""
@@ -185,6 +183,7 @@ class OomProofTraining(Callback):
             raise BatchfitError("OomProofTraining cannot run LBFGS, which runs the model inside its step")
         self._trainer, self._metrics, self._shown = trainer, metrics_in(pl_module), ShownValues()
         self._microbatcher = batchfit.Microbatcher(trainer.strategy.model, **self._options)
+        self._microbatcher._also_restores(self._begun)
         if self._learned is not None:
             self._microbatcher.load_state_dict(self._learned)
         loop, plugin = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.precision_plugin
@@ -254,7 +253,7 @@ class OomProofTraining(Callback):
         trainer, self._learned = self._trainer, self._microbatcher.state_dict()
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
         vars(trainer.precision_plugin).pop("optimizer_step", None)
-        self._microbatcher = self._trainer = self._saved = None
+        self._microbatcher = self._trainer = None
         self._records, self._metrics, self._kwargs = [], [], {}
 
     def _closure(self, make: Callable[..., Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
@@ -275,18 +274,17 @@ class OomProofTraining(Callback):
         assert microbatcher is not None
         if zero_grad is not None:
             zero_grad()
-        self._kwargs, self._records, self._failed = kwargs, [], False
+        self._kwargs, self._records = kwargs, []
         batch = kwargs["batch"]
         self._is_tasks = _is_tasks(trainer, batch) and self._options["split"] is None
-        self._saved = saved_metrics(self._metrics)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         try:
             with recording(trainer.fit_loop.epoch_loop, lambda: self._records[-1]) as results:
                 whole = tuple(batch) if self._is_tasks else batch  # a list could be one of samples
                 report = microbatcher.backward(self._micro, whole, scaler=scaler)
-            records = self._records[-len(report.microbatch_sizes) :]
+            records = self._records
         finally:
-            self._kwargs, self._records, self._saved = {}, [], None
+            self._kwargs, self._records = {}, []
         self.retries += report.retries
         self._largest = max(report.microbatch_sizes, default=0)
         self._call_hooks("on_after_backward")
@@ -302,9 +300,6 @@ class OomProofTraining(Callback):
         """The loss of one microbatch, as `training_step` gives it."""
         if not torch.is_grad_enabled():
             return self._looked_at(micro)
-        if self._failed:  # a try before this one: what it left behind does not count
-            self._records, self._failed = [], False
-            restore_metrics(self._saved)
         record = Record(None if self._weight is None else _weight_of(self._weight, micro))
         self._records.append(record)
         loss, extra = self._step_of(micro)
@@ -312,6 +307,16 @@ class OomProofTraining(Callback):
         self._call_hooks("on_before_backward", loss)
         scaled: torch.Tensor = loss / self._trainer.accumulate_grad_batches
         return scaled
+
+    def _begun(self) -> Callable[[], None]:
+        """A batch begins; what undoes an attempt at it: what its microbatches left behind does not count."""
+        saved = saved_metrics(self._metrics)
+
+        def restore() -> None:
+            self._records.clear()
+            restore_metrics(saved)
+
+        return restore
 
     def _looked_at(self, micro: Any) -> torch.Tensor:
         """The Microbatcher asks what kind of mean the loss is: nothing of it stays."""
@@ -357,11 +362,6 @@ class OomProofTraining(Callback):
         plugin._after_closure(model, optimizer)
         self._microbatcher.step(optimizer, scaler=scaler, rollback=self._rollback)
         return result
-
-    def _happened(self, event: batchfit.MicrobatchEvent) -> None:
-        self._failed = self._failed or event.kind in ("retry", "shrunk")
-        if self._on_event is not None:
-            self._on_event(event)
 
 
 def _is_tasks(trainer: Any, batch: Any) -> bool:

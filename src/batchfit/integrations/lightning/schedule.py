@@ -88,7 +88,8 @@ class BatchSizeSchedule(Callback):
         if lr is not None:
             rules = [lr] if isinstance(lr, str) or not isinstance(lr, Sequence) else lr
             groups = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in rules]
-            batchfit.BatchSizeScheduler(None, 1, lr=lr, optimizer=torch.optim.SGD(groups, lr=1.0)).close()
+            optimizer = torch.optim.SGD(groups, lr=1.0)
+            batchfit.BatchSizeScheduler(None, 1, lr=lr, optimizer=optimizer, world_size=1).close()
         self._feed: _Feed | None = None
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint, for the `fit` that comes
         self._left: tuple[Any, dict[str, Any]] | None = None  # where the last `fit` ended, and whose it was

@@ -22,6 +22,7 @@ import torch
 import batchfit
 from batchfit.integrations.lightning.framework import call_step, part
 from batchfit.integrations.lightning.loaders import on_device
+from batchfit.integrations.lightning.strategies import is_sharded
 
 Source = Callable[[int], Any]
 Move = Callable[[int], None] | None  # sets the attribute that holds the batch size, where there is one
@@ -58,7 +59,8 @@ def evaluation(
 ) -> batchfit.Workload:
     """A step of `validate`, `test` or `predict`: one batch of each loader."""
     several = len(sources) > 1
-    quiet = torch.inference_mode if loop.inference_mode else torch.no_grad
+    # Parameters that FSDP2 gathers in inference mode could not be trained afterwards.
+    quiet = torch.inference_mode if loop.inference_mode and not is_sharded(trainer) else torch.no_grad
 
     def step(size: int) -> None:
         if move is not None:

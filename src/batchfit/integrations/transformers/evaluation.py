@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from batchfit.integrations.transformers.comparing import predict_compared
-from batchfit.integrations.transformers.losses import count_labels, rows_of, shifts_labels
+from batchfit.integrations.transformers.losses import count_labels, opened, rows_of, shifts_labels
 from batchfit.integrations.transformers.predictions import (
     loss_of_rows,
     loss_rows,
@@ -17,6 +17,8 @@ from batchfit.integrations.transformers.predictions import (
     per_sample,
 )
 from batchfit.integrations.transformers.reduction import adds_up, items_of
+from batchfit.integrations.transformers.sharding import is_sharded
+from batchfit.integrations.trl.packed import is_packed
 
 
 def predict_in_microbatches(
@@ -28,17 +30,23 @@ def predict_in_microbatches(
     if compared is not None:
         options["prediction_loss_only"] = loss_only
         return predict_compared(trainer, compared, step, model, inputs, **options)
+    if not loss_only and is_packed(trainer, inputs):  # its outputs have no rows
+        return step(model, inputs, loss_only, **options)
     shifted = shifts_labels(trainer)
-    sums = adds_up(trainer, inputs, items)
+    batch = opened(trainer, model, inputs, trains=False)
+    sums = adds_up(trainer, batch, items)
     generates = getattr(trainer.args, "predict_with_generate", False) and not loss_only
+    if generates and is_sharded(model):  # each token is a forward with collectives: how many, samples decide
+        return step(model, inputs, loss_only, **options)
     dtypes: set[torch.dtype] = set()
 
     def predict(micro: Any) -> dict[str, Any]:
         # Not in inference mode, unlike other uses of `map`: what a model caches is for training too.
         with torch.inference_mode(mode=False), torch.no_grad():
-            given = items_of(trainer, micro, inputs, items, sums=sums)
-            with run.evaluating_with(given):
-                loss, logits, labels = step(model, micro, loss_only, **options)
+            given = items_of(trainer, micro, batch, items, sums=sums)
+            with run.evaluating_with(given), batch.exact(micro):
+                loss, logits, labels = step(model, batch.restored(micro), loss_only, **options)
+            logits, labels = batch.outputs_of(logits), batch.outputs_of(labels)
             adds, count = run.was_asked and sums, rows_of(micro)
             if loss is not None:
                 dtypes.add(loss.dtype)
@@ -50,10 +58,10 @@ def predict_in_microbatches(
             return {"loss": loss, "adds": adds, "logits": logits, "labels": labels}
 
     with run.deferring_logs(trainer.log):
-        found = run.evaluator_of(trainer, model).map(predict, inputs)
+        found = run.evaluator_of(trainer, model).map(predict, batch.cut)
     loss, logits = found["loss"], found["logits"]
     if loss is not None:
         loss = loss_of_rows(loss, adds=found["adds"], dtype=dtypes.pop())
     is_ragged = generates and isinstance(logits, list)
     logits = padded_rows(trainer, logits) if is_ragged else of_the_batch(logits)
-    return loss, logits, found["labels"]
+    return loss, batch.joined(logits), batch.joined(found["labels"])

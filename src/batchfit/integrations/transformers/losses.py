@@ -3,6 +3,7 @@
 Rules
 - Two kinds. Losses that are divided by `num_items_in_batch` add up. Any other loss is a mean over its
   microbatch, and is weighted by what it is a mean over: labels that are not -100, or samples.
+- A batch in one row counts its labels when it is made into units of sequences (`integrations.trl.packed`).
 - A probe decides which kind it is: Trainer assumes that any model whose `forward` has `**kwargs` divides by
   `num_items_in_batch`, and many do not. A loss of unknown kind counts as a mean where a batch is cut, and
   gets no number of items there, so that a loss that would divide by it is a mean too.
@@ -12,14 +13,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from batchfit.integrations.trl.cutting import CutBatch, open_batch
+from batchfit.integrations.trl.packed import LABEL_COUNT
+
 log = logging.getLogger("batchfit")
 
 _IGNORED = -100
+FACTORS = (1, 2, 1)  # of the number of items, with which the loss of the same samples is computed
+UNKNOWN = "whether the loss is divided by num_items_in_batch is not known"
 
 
 def rows_of(batch: Any) -> int:
@@ -50,6 +57,18 @@ def is_whole(micro: Any, batch: Any) -> bool:
     return hasattr(batch, "items") and rows_of(micro) == rows_of(batch)
 
 
+def opened(trainer: Any, model: Any, inputs: Any, *, trains: bool = True) -> CutBatch:
+    """How a batch of this trainer is cut into microbatches."""
+    plain = CutBatch(
+        inputs,
+        lambda micro: micro,
+        lambda micro: is_whole(micro, inputs),
+        lambda micro: nullcontext(),
+        lambda samples: first_rows(inputs, samples),
+    )
+    return open_batch(trainer, model, inputs, plain, trains=trains)
+
+
 def shifts_labels(trainer: Any) -> bool:
     """Whether the first label of a sample is not a target, as in causal language models."""
     if getattr(trainer, "_loss_shifts_labels", False):
@@ -63,6 +82,8 @@ def shifts_labels(trainer: Any) -> bool:
 
 def count_labels(batch: Any, *, shifted: bool) -> Any:
     """The number that a mean loss divides by: labels that are not ignored, or samples without labels."""
+    if isinstance(batch, Mapping) and LABEL_COUNT in batch:
+        return batch[LABEL_COUNT].sum()
     labels = batch.get("shift_labels") if hasattr(batch, "get") else None
     if not isinstance(labels, torch.Tensor):
         labels = batch.get("labels") if hasattr(batch, "get") else None
@@ -79,16 +100,18 @@ def divides_by_items(loss_of: Callable[[Any], torch.Tensor], items: Any) -> bool
     `loss_of(items)` is the loss of the same few samples each time, with the same random numbers.
     """
     found = []
-    for factor in (1, 2, 1):
+    for factor in FACTORS:
         try:
             with torch.no_grad():
                 found.append(float(loss_of(items * factor).double().mean()))
         except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
-            log.debug(
-                "whether the loss is divided by num_items_in_batch is not known: %s", type(error).__name__
-            )
+            log.debug("%s: %s", UNKNOWN, type(error).__name__)
             return None
-    once, half, again = found
+    return scales_with_items(*found)
+
+
+def scales_with_items(once: float, half: float, again: float) -> bool | None:
+    """Whether losses with `FACTORS` times the items are divided by their number; None: not known."""
     if not abs(once) > 0 or abs(once - again) > 1e-3 * abs(once):  # nan, zero, or another one each time
         return None
     if abs(half / once - 0.5) < 0.05:

@@ -17,7 +17,9 @@ import torch
 
 import batchfit
 from batchfit.errors import BatchfitError
-from batchfit.integrations.transformers.rl.checks import check_generating
+from batchfit.integrations.transformers.rl.checks import check_generating, generates
+from batchfit.integrations.transformers.sharding import check_sharding
+from batchfit.integrations.trl.trainers import check_trl
 
 
 @final
@@ -134,20 +136,12 @@ def check_trainer(trainer: Any, options: Options) -> None:
             f"Trainer would use DataParallel over {args.n_gpu} GPUs, each with a memory of its own. Start "
             "one process per GPU (torchrun --nproc-per-node N), or set CUDA_VISIBLE_DEVICES"
         )
-    for plugin, is_on, instead in (
-        ("deepspeed", trainer.is_deepspeed_enabled, "DDP (torchrun without a DeepSpeed config)"),
-        ("fsdp", trainer.is_fsdp_enabled, "DDP, or a loop of your own with Microbatcher under FSDP2"),
-    ):
-        if is_on:
-            raise BatchfitError(
-                f"the {plugin} plugin has collectives and gradients of its own inside a step, so a batch "
-                f"cannot be retried there. Use {instead}"
-            )
+    check_sharding(trainer)
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and getattr(parallel, "non_data_parallel_size", 1) > 1:
         raise BatchfitError(
             "tensor, context and sequence parallelism have collectives in forward: a rank that retries would "
-            "wait for the others. Use data parallelism (DDP)"
+            "wait for the others. Use data parallelism (DDP or FSDP2)"
         )
     if "backward" in vars(trainer.accelerator):
         raise BatchfitError(
@@ -155,8 +149,9 @@ def check_trainer(trainer: Any, options: Options) -> None:
             "retried: yours would not be called. Put what it does into compute_loss, or into hooks of "
             "parameters (Tensor.register_post_accumulate_grad_hook)"
         )
-    _check_batches(trainer)
     check_generating(trainer, options)
+    if not generates(type(trainer)):
+        check_trl(trainer, weight=options.weight, lengths=options.lengths)
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise BatchfitError(
@@ -167,31 +162,3 @@ def check_trainer(trainer: Any, options: Options) -> None:
             "train_sampling_strategy must not be 'batch_rebalance' with schedule=...: it makes batches "
             "of one size, and the schedule changes it"
         )
-
-
-_OF_TRL = {  # trainers whose batches cannot be cut, and why
-    "DPOTrainer": "each sample is two rows of the batch, a chosen and a rejected one",
-    "RewardTrainer": "each sample is two rows of the batch, a chosen and a rejected one",
-    "KTOTrainer": "samples are compared with others of their batch",
-    "DistillationTrainer": "a step generates completions, and keeps them for later steps",
-}
-
-
-def _check_batches(trainer: Any) -> None:
-    """Refuse trainers whose batches do not have one row per sample: they cannot be cut."""
-    collator = getattr(trainer, "data_collator", None)
-    flattens = type(collator).__name__ == "DataCollatorWithFlattening"
-    if flattens or any(getattr(one, "padding_free", False) is True for one in (trainer, collator)):
-        raise BatchfitError(
-            "the collator joins all samples of a batch in one row (padding_free=True, which packing=True "
-            "sets, or DataCollatorWithFlattening), and a row cannot be cut into microbatches. Set "
-            "padding_free=False and packing=False, or train without adapt"
-        )
-    for kind in type(trainer).__mro__:
-        if kind.__name__ in _OF_TRL and kind.__module__.partition(".")[0] == "trl":
-            raise BatchfitError(
-                f"adapt() cannot cut the batches of {kind.__name__} into microbatches: "
-                f"{_OF_TRL[kind.__name__]}. Train without adapt; against an OOM lower "
-                "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, or "
-                "set gradient_checkpointing=True"
-            )

@@ -9,13 +9,22 @@ Rules
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import batchfit
-from batchfit.integrations.transformers.losses import divides_by_items, first_rows, is_whole
+from batchfit.integrations.transformers.losses import (
+    FACTORS,
+    UNKNOWN,
+    divides_by_items,
+    scales_with_items,
+)
 from batchfit.integrations.transformers.probing import evaluating, same_random_numbers, uncounted
+from batchfit.integrations.transformers.sharding import is_sharded
+from batchfit.integrations.trl.cutting import CutBatch
 
 log = logging.getLogger("batchfit")
 
@@ -24,7 +33,7 @@ _MOST_PROBES = 3
 _ANSWERS = (False, None, True)  # the smallest index of all ranks counts
 
 
-def adds_up(trainer: Any, inputs: Any, items: Any) -> bool:
+def adds_up(trainer: Any, batch: CutBatch, items: Any) -> bool:
     """Whether losses of microbatches of this batch add up to its loss; the same on all ranks."""
     run, given = trainer._batchfit, getattr(trainer, "loss_is_scaled_for_ga", None)
     if given is not None or items is None:
@@ -33,7 +42,7 @@ def adds_up(trainer: Any, inputs: Any, items: Any) -> bool:
         return False
     if run.sums is None and run.probes < _MOST_PROBES:
         run.probes += 1
-        answer = torch.tensor(_ANSWERS.index(_probe(trainer, inputs, items)), device=trainer.args.device)
+        answer = torch.tensor(_ANSWERS.index(_probe(trainer, batch, items)), device=trainer.args.device)
         if trainer.args.world_size > 1:
             answer = trainer.accelerator.gather(answer).min()
         run.sums = _ANSWERS[int(answer)]
@@ -46,9 +55,9 @@ def adds_up(trainer: Any, inputs: Any, items: Any) -> bool:
     return bool(run.sums)
 
 
-def items_of(trainer: Any, micro: Any, inputs: Any, items: Any, *, sums: bool) -> Any:
+def items_of(trainer: Any, micro: Any, batch: CutBatch, items: Any, *, sums: bool) -> Any:
     """The number of items that a microbatch's loss is given: none where it is to be a mean."""
-    if not sums and _is_unknown(trainer) and trainer.args.world_size == 1 and is_whole(micro, inputs):
+    if not sums and _is_unknown(trainer) and trainer.args.world_size == 1 and batch.is_whole(micro):
         return items  # a batch that is not cut: the Trainer's own loss, whatever it is
     return items if sums else None
 
@@ -76,20 +85,23 @@ def _is_unknown(trainer: Any) -> bool:
     return _takes_items(trainer) and not is_set and trainer._batchfit.sums is None
 
 
-def _probe(trainer: Any, inputs: Any, items: Any) -> bool | None:
-    if not hasattr(inputs, "items"):
+def _probe(trainer: Any, batch: CutBatch, items: Any) -> bool | None:
+    if not hasattr(batch.cut, "items"):
         return None
-    rows = trainer._prepare_inputs(first_rows(inputs, _PROBED_ROWS))
+    rows = trainer._prepare_inputs(batch.few(_PROBED_ROWS))
     answers: list[bool | None] = []
 
-    def loss_of(count: Any) -> Any:
+    def loss_of(micro: Any, count: Any) -> Any:
         with same_random_numbers(trainer.args.device), trainer.compute_loss_context_manager():
-            return trainer.compute_loss(trainer.model, dict(rows), num_items_in_batch=count)
+            return trainer.compute_loss(trainer.model, dict(micro), num_items_in_batch=count)
 
     def once(batch_size: int) -> None:
         if not answers:
             with evaluating(trainer.model), uncounted(trainer):
-                answers.append(divides_by_items(loss_of, items))
+                if is_sharded(trainer.model):
+                    answers.append(_probe_together(trainer.model, rows, loss_of, items))
+                else:
+                    answers.append(divides_by_items(lambda count: loss_of(rows, count), items))
 
     state = trainer._batchfit.options.state
     if state:  # a search of one size, since that restores everything
@@ -98,3 +110,28 @@ def _probe(trainer: Any, inputs: Any, items: Any) -> bool | None:
     else:
         once(1)
     return answers[0]
+
+
+def _probe_together(
+    model: nn.Module, rows: Any, loss_of: Callable[[Any, Any], Any], items: Any
+) -> bool | None:
+    """Whether losses divide by the number of items, where a forward of one rank waits for the others.
+
+    All ranks run the same forwards, also where one of them fails: `Microbatcher.map` sees to that.
+    """
+
+    def losses(micro: Any) -> torch.Tensor:
+        return torch.stack([loss_of(micro, items * factor).double().mean() for factor in FACTORS])[None]
+
+    # One sample for the Microbatcher, which cannot be cut: rows may be pairs, or sequences in one row.
+    microbatcher = batchfit.Microbatcher(model, split=lambda batch, sizes: [batch], count=lambda batch: 1)
+    try:
+        (found,) = microbatcher.map(losses, rows).tolist()
+    except Exception as error:
+        # Not None, as in one process: a rank that has failed alone would go on, and the others wait for it.
+        error.add_note(
+            f"batchfit: {UNKNOWN}, and under FSDP2 the loss of a few samples must run on all ranks. Set "
+            "trainer.loss_is_scaled_for_ga, True where it divides and False for a mean"
+        )
+        raise
+    return scales_with_items(*found)

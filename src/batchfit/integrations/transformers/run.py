@@ -29,6 +29,7 @@ from batchfit.integrations.transformers.epochs import is_at_end
 from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
+from batchfit.integrations.transformers.sharding import is_sharded
 
 FILE = "batchfit.pt"
 _VERSION = 1
@@ -62,6 +63,7 @@ class TrainerRun:
         self.evaluates = False  # inside a microbatch of an evaluation
         self.was_asked = False  # for the number of items, by that microbatch
         self.items: Any = None  # the answer
+        self.longest_sequence = 0  # of batches in one row, so far
         self.searches = False
         self.is_quiet = False  # inside steps that are not the training's, whose logs are dropped
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
@@ -137,7 +139,14 @@ class TrainerRun:
             return None
         # Samples of one batch of the user's are compared; accumulated batches are loaded as one.
         group = self.given[0] if trains and self.given is not None and self.options.schedule is None else 0
-        return comparing_step(trainer, model, inputs, group=group)
+        found = comparing_step(trainer, model, inputs, group=group)
+        if found is not None and is_sharded(model):
+            raise BatchfitError(
+                "the loss compares the samples of a batch, which are encoded in microbatches, twice each: "
+                "under FSDP2 ranks with other numbers of them would have other collectives. Use DDP, or "
+                "train without adapt. compared='warn' cuts the batch all the same"
+            )
+        return found
 
     def logged(self, report: Any) -> Any:
         """The report of a batch, once its OOM retries are in the log."""

@@ -18,10 +18,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 import batchfit
 from batchfit.integrations.transformers.comparing import compared_loss, run_compared
-from batchfit.integrations.transformers.losses import count_labels, rows_of, shifts_labels
+from batchfit.integrations.transformers.losses import count_labels, opened, rows_of, shifts_labels
 from batchfit.integrations.transformers.probing import same_random_numbers
 from batchfit.integrations.transformers.reduction import adds_up
-from batchfit.workload import batches
+from batchfit.integrations.trl.cutting import local_metrics
+from batchfit.integrations.trl.search import search_batches
 
 log = logging.getLogger("batchfit")
 
@@ -37,10 +38,13 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         return
     samples = _Samples(dataset)
     collate = run.collate_fn or loader.collate_fn  # which removes columns that the model does not take, too
-    largest = _largest(trainer)
+    found = search_batches(trainer, samples, collate, _largest(trainer))
+    source, restored, largest = found.source, found.restored, found.largest
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        if rows_of(batch) < largest:
+        rows = rows_of(batch)
+        batch = restored(batch)
+        if rows < largest:
             # All microbatches of a batch but the first run while gradients are allocated.
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
@@ -48,9 +52,9 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         compared = run.comparing_step(trainer, model, batch)
         if compared is not None:
             return compared_loss(trainer, compared, model, compared.encode_to_train(batch))
-        return trainer._batchfit_loss(trainer._batchfit_own_step, model, batch, _items(trainer, batch))
+        with local_metrics(trainer):
+            return trainer._batchfit_loss(trainer._batchfit_own_step, model, batch, _items(trainer, batch))
 
-    source = batches(samples, collate_fn=collate)
     work = batchfit.training(
         model,
         optimizer,
@@ -69,12 +73,22 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
     finally:
         run.searches = False
     run.microbatch_size = run.fit.batch_size
+    if found.is_packed:
+        # Units may be more than the search had, of fewer tokens: no limit where all that it had fits.
+        run.is_ragged = run.microbatch_size >= largest
+        _log_found(trainer)
+        return
     # On several ranks the size found holds for all batches: each rank would learn other sizes.
     with same_random_numbers():
         run.is_ragged = args.world_size == 1 and _is_ragged(samples, collate)
         widest = source(run.microbatch_size) if run.is_ragged else None
     if widest is not None:
-        _learn_widest(trainer, model, widest, is_most=run.microbatch_size < largest)
+        _learn_widest(trainer, model, restored(widest), is_most=run.microbatch_size < largest)
+    _log_found(trainer)
+
+
+def _log_found(trainer: Any) -> None:
+    run = trainer._batchfit
     run.logs.append({"microbatch_size": run.microbatch_size, "find_s": round(run.fit.elapsed_s, 3)})
     if trainer.is_world_process_zero():
         log.info(
@@ -110,28 +124,32 @@ def _is_ragged(samples: _Samples, collate: Any) -> bool:
     return len(shapes) > 1
 
 
-def _learn_widest(trainer: Any, model: nn.Module, batch: Any, *, is_most: bool) -> None:
+def _learn_widest(trainer: Any, model: nn.Module, inputs: Any, *, is_most: bool) -> None:
     """Run the largest microbatch of the widest shape, so that the Microbatcher knows it as the largest.
 
     Narrower batches then start with larger microbatches, by the memory of that one or by their width, and
     never get smaller ones. A search of one size runs it, since that restores everything.
     """
-    run, size = trainer._batchfit, rows_of(batch)
-    compared = run.comparing_step(trainer, model, batch)
-    items = None if compared else _items(trainer, batch)
+    run = trainer._batchfit
+    compared = run.comparing_step(trainer, model, inputs)
+    items = None if compared else _items(trainer, inputs)
+    with same_random_numbers(trainer.args.device):
+        batch = opened(trainer, model, inputs)
+    size = rows_of(batch.cut)
     sums = not compared and adds_up(trainer, batch, items)
     microbatcher = run.microbatcher_of(trainer, model, sums=sums)
     step = trainer._batchfit_own_step
 
     def loss_of(micro: Any) -> Any:
-        return trainer._batchfit_loss(step, model, micro, items if sums else None)
+        counted = items if sums else None
+        return batch.loss(micro, lambda given: trainer._batchfit_loss(step, model, given, counted))
 
     def once(batch_size: int) -> None:
         model.zero_grad()
         if compared is not None:
-            run_compared(trainer, compared, microbatcher, model, batch)
+            run_compared(trainer, compared, microbatcher, model, inputs)
         else:
-            microbatcher.backward(loss_of, batch, scaler=trainer.accelerator.scaler)
+            microbatcher.backward(loss_of, batch.cut, scaler=trainer.accelerator.scaler)
         model.zero_grad()
 
     state = [model, trainer.state, trainer.control, *run.options.state]

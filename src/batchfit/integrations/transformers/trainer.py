@@ -28,7 +28,7 @@ from batchfit.integrations.transformers.comparing import run_compared
 from batchfit.integrations.transformers.epochs import ResumedSteps, ScheduledLoader, plan_epochs
 from batchfit.integrations.transformers.evaluation import predict_in_microbatches
 from batchfit.integrations.transformers.loaders import local_batch
-from batchfit.integrations.transformers.losses import is_whole
+from batchfit.integrations.transformers.losses import opened
 from batchfit.integrations.transformers.options import Options, check_names, check_trainer
 from batchfit.integrations.transformers.probing import keeping_mode, uncounted
 from batchfit.integrations.transformers.reduction import adds_up, items_of, warn_of_unknown
@@ -147,20 +147,21 @@ class BatchfitMixin:
             microbatcher = run.microbatcher_of(self, model, sums=False)
             with run.deferring_logs(self.log):
                 return run.logged(run_compared(self, compared, microbatcher, model, inputs)).loss
-        sums = adds_up(self, inputs, num_items_in_batch)
+        batch = opened(self, model, inputs)
+        sums = adds_up(self, batch, num_items_in_batch)
         microbatcher = run.microbatcher_of(self, model, sums=sums)
         # Trainer scales losses for DDP's mean over ranks; the Microbatcher adds sums up over ranks.
         ranks = self.args.world_size if sums else 1
 
         def loss_of(micro: Any) -> Any:
-            if run.options.compared == "error" and not is_whole(micro, inputs):
+            if run.options.compared == "error" and not batch.is_whole(micro):
                 check_cut(self, inputs)
-            items = items_of(self, micro, inputs, num_items_in_batch, sums=sums)
-            loss = self._batchfit_loss(step, model, micro, items)
+            items = items_of(self, micro, batch, num_items_in_batch, sums=sums)
+            loss = batch.loss(micro, lambda given: self._batchfit_loss(step, model, given, items))
             return loss if ranks == 1 else loss / ranks
 
         with run.deferring_logs(self.log):
-            report = microbatcher.backward(loss_of, inputs, scaler=self.accelerator.scaler)
+            report = microbatcher.backward(loss_of, batch.cut, scaler=self.accelerator.scaler)
         if num_items_in_batch is not None and len(report.microbatch_sizes) > 1:
             warn_of_unknown(self)
         run.logged(report)

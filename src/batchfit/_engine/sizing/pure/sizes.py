@@ -344,7 +344,7 @@ class EventLog:
     ) -> None:
         """Log an event, and call `on_event` with it."""
         event = MicrobatchEvent(kind, before, after, why, peak_bytes, shape)
-        log.log(logging.INFO if kind in ("grown", "lowered", "skipped") else logging.WARNING, "%s", event)
+        log.log(logging.WARNING if kind == "relearned" else logging.INFO, "%s", event)
         if self._on_event is not None:
             self._on_event(event)
 

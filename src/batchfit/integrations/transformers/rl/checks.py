@@ -34,6 +34,11 @@ def check_generating(trainer: Any, options: Any) -> None:
             f"a {name} generates its batches, which BatchfitMixin alone does not know: make the trainer "
             "without it, and call batchfit.integrations.transformers.adapt(trainer)"
         )
+    if trainer.is_fsdp_enabled:
+        raise BatchfitError(
+            f"under FSDP2 each token that {name} generates is a forward with collectives, and ranks that cut "
+            "their prompts otherwise would wait for each other. Use DDP, or train without adapt"
+        )
     why = {
         "schedule": f"the batches of {name} are parts of one generation, of whole groups of num_generations "
         "completions. Train without schedule=",

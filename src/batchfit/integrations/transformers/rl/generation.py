@@ -34,7 +34,7 @@ def generate(
 ) -> Any:
     """What TRL's `_generate_single_turn` (`own`) returns for all prompts."""
     total = len(prompts)
-    if unguarded_generation(trainer) or not _can_be_cut(images, fields, total):
+    if total == 0 or unguarded_generation(trainer) or not _can_be_cut(images, fields, total):
         with keeping_checkpointing(trainer):
             return own(prompts, images, fields, *more, **named)
     run, draws = trainer._batchfit, SharedDraws(trainer.accelerator.device)
@@ -59,9 +59,9 @@ def generate(
         most=run.generation_size,
         logs="generation_batch_size",
     )
-    width = max(map(len, prompts), default=1)
-    # What is as large as the prompts, so that sizes are learned by how long they are.
-    batch = {"row": torch.arange(total), "width": torch.zeros(total, _rounded(width), dtype=torch.int8)}
+    # As long as prompt and completion may be, so that sizes are learned by their length.
+    length = _rounded(max(map(len, prompts), default=1)) + trainer.max_completion_length
+    batch = {"row": torch.arange(total), "length": torch.zeros(total, length, dtype=torch.int8)}
     completions = microbatcher.map(part_of, batch)
     draws.close()
     return (completions, None) if found["is_pair"] else completions

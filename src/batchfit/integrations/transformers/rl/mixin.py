@@ -17,6 +17,7 @@ from batchfit.integrations.transformers.rl.generation import generate, log_proba
 from batchfit.integrations.transformers.rl.loss_phase import LossStep
 from batchfit.integrations.transformers.rl.peaks import find_peaks
 from batchfit.integrations.transformers.rl.phases import phases_of
+from batchfit.integrations.transformers.rl.rewards import scoring_in_microbatches
 from batchfit.integrations.transformers.trainer import BatchfitMixin
 
 
@@ -101,6 +102,10 @@ class GenerationMixin(BatchfitMixin):
             most=batch_size,
             entropy=compute_entropy,
         )
+
+    def _calculate_rewards(self: Any, *given: Any, **named: Any) -> Any:
+        with scoring_in_microbatches(self):
+            return super()._calculate_rewards(*given, **named)  # type: ignore[misc]
 
     # --- evaluation
 

@@ -23,7 +23,9 @@ import torch
 import batchfit
 from batchfit.integrations.transformers.rl.checks import unguarded_generation
 from batchfit.integrations.transformers.rl.generation import keeping_checkpointing
+from batchfit.integrations.transformers.rl.loss_phase import run_loss
 from batchfit.integrations.transformers.rl.metrics import on_this_rank
+from batchfit.integrations.transformers.rl.phases import phases_of
 
 log = logging.getLogger("batchfit")
 
@@ -53,6 +55,10 @@ def find_peaks(
     if run.generation_fit is not None:
         run.generation_size = entry["generation_batch_size"] = run.generation_fit.batch_size
         elapsed_s += run.generation_fit.elapsed_s
+    # On several ranks the size found holds for all batches: each rank would learn other sizes.
+    run.is_ragged = trainer.args.world_size == 1
+    if run.is_ragged:
+        _learn_longest(trainer, model, longest_batch(trainer, prompt, run.microbatch_size), compute)
     run.logs.append({**entry, "find_s": round(elapsed_s, 3)})
 
 
@@ -149,6 +155,28 @@ def _find_loss(
         state=[trainer.lr_scheduler, trainer.state, trainer.control, *trainer._batchfit.options.state],
     )
     return batchfit.find_batch_size(work, **_keywords(trainer, most))
+
+
+def _learn_longest(trainer: Any, model: Any, batch: dict[str, torch.Tensor], compute: Any) -> None:
+    """Run the largest microbatch of the longest batch, so that the Microbatcher knows it as the largest.
+
+    Shorter batches then start with larger microbatches, by the memory of that one. A search of one size runs
+    it, since that restores everything.
+    """
+    phases, size = phases_of(trainer), len(batch["prompt_ids"])
+
+    def once(batch_size: int) -> None:
+        model.train()
+        model.zero_grad()
+        run_loss(trainer, phases, model, batch, lambda micro: compute(model, dict(micro)), 1.0)
+        model.zero_grad()
+
+    state = [model, trainer.state, trainer.control, *trainer._batchfit.options.state]
+    work = batchfit.Workload(once, state=[*state, *filter(None, [trainer.accelerator.scaler])])
+    keywords = {**_keywords(trainer, size), "min_size": size, "max_size": size, "steps": 2, "soak_steps": 0}
+    batchfit.find_batch_size(work, **keywords)
+    if size < trainer.args.per_device_train_batch_size:
+        phases.loss_microbatcher(trainer, model)._nothing_larger()
 
 
 def longest_batch(trainer: Any, prompt: list[int], count: int) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ class Phases:
             self._loss = batchfit.Microbatcher(
                 model,
                 reduction="sum",
-                microbatch_size=run.microbatch_size,
+                microbatch_size=None if run.is_ragged else run.microbatch_size,
                 budget=options.budget,
                 sync=options.sync,
                 # The loss of a group of completions is near zero, so that a check of few says little.

@@ -1,0 +1,139 @@
+"""`batchfit check`: the peak of targets against their baselines, by source line.
+
+Rules: flags are keywords of `check_memory`; what is not given comes from `[tool.batchfit.check]` in the
+`pyproject.toml` of the current folder. Without TARGET all targets of that table are checked, one after the
+other; one that fails does not keep the others from being checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchfit._charts.check_page import check_lines
+from batchfit._charts.text import Line
+from batchfit._check.pure.options import BASELINE, CheckOptions
+from batchfit._check.pure.project import TABLE, ProjectChecks, read_project
+from batchfit._cli.delivery import RenderedAnswer, run_answer
+from batchfit._cli.exits import Code, CommandFailed, wrong_flag
+from batchfit._cli.progress import ProgressDisplay
+from batchfit._cli.target import Given, TargetCall, load_and_work
+
+if TYPE_CHECKING:
+    from batchfit.results import MemoryCheck
+    from batchfit.workload import Workload
+
+_PROJECT = Path("pyproject.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCheck:
+    """A target to check, parsed, and how."""
+
+    call: TargetCall
+    given: Given
+    options: CheckOptions
+
+    @property
+    def name(self) -> str:
+        """What it is called in the baseline."""
+        return " ".join([self.call.target, *(["--", *self.call.arguments] if self.call.arguments else [])])
+
+
+def check_targets(call: TargetCall) -> Code:
+    """Check a target, or without one (an empty text) all targets of the project."""
+    wanted = _wanted(call)
+
+    def answer(progress: ProgressDisplay) -> RenderedAnswer:
+        return rendered([_checked(one, progress) for one in wanted])
+
+    call.delivery.check()
+    return run_answer(call.delivery, answer)
+
+
+def _wanted(call: TargetCall) -> list[TargetCheck]:
+    """What to check; wrong flags and targets need no torch."""
+    project = _project()
+    targets = [call.target] if call.target else list(project.targets)
+    if not targets:
+        raise CommandFailed(
+            Code.USAGE, f"give a TARGET (file.py:name), or name targets under {TABLE} in {_PROJECT}"
+        )
+    found = []
+    for target in targets:
+        one = replace(call, target=target)
+        found.append(TargetCheck(one, one.given(), _options(call.flags, project.flags_of(target))))
+    return found
+
+
+def _project() -> ProjectChecks:
+    try:
+        text = _PROJECT.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ProjectChecks()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandFailed(Code.USAGE, f"{_PROJECT}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return read_project(text, name=str(_PROJECT))
+    except ValueError as error:
+        raise CommandFailed(Code.USAGE, str(error)) from None
+
+
+def _options(flags: Mapping[str, Any], of_project: Mapping[str, Any]) -> CheckOptions:
+    """What was typed, then what the project says, then what is usual."""
+    typed = {name: value for name, value in flags.items() if value is not None}
+    merged = {**of_project, **typed}
+    try:
+        options = CheckOptions(**merged)
+        if options.baseline is None:
+            # A highest peak alone can be checked without a baseline.
+            needed = options.update or options.max_peak is None or Path(BASELINE).exists()
+            options = replace(options, baseline=BASELINE if needed else None)
+        if options.baseline is None and options.batch_size is None and options.budget is None:
+            raise ValueError("batch_size must be given where there is no baseline, not None")
+    except (ValueError, TypeError) as error:
+        raise wrong_flag(error, "check") from None
+    return options
+
+
+def _checked(one: TargetCheck, progress: ProgressDisplay) -> MemoryCheck:
+    def work(workload: Workload, progress: ProgressDisplay) -> MemoryCheck:
+        from batchfit._check.check import check_with
+        from batchfit._check.old_program import retraced
+
+        progress.doing(f"tracing {one.call.target}")
+        path = one.options.baseline
+        again = None
+        if path is not None and not one.options.update:
+            again = partial(
+                retraced,
+                path=Path(path),
+                name=one.name,
+                target=one.call.target,
+                arguments=one.call.arguments,
+            )
+        return check_with(workload, one.options, name=one.name, retrace=again)
+
+    return load_and_work(one.call, one.given, work, progress, command="check")
+
+
+def rendered(checks: list[MemoryCheck]) -> RenderedAnswer:
+    """The checks, ready to go out: one as its JSON, several as a list."""
+    texts = [one.to_json() for one in checks]
+    return RenderedAnswer(
+        json=texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]",
+        lines=lambda width, plain: _lines(checks, width, plain=plain),
+        markdown="\n".join(one.to_markdown() for one in checks),
+        code=Code.FOUND if all(one.passed for one in checks) else Code.MORE_MEMORY,
+    )
+
+
+def _lines(checks: list[MemoryCheck], width: int, *, plain: bool) -> list[Line]:
+    found: list[Line] = []
+    for number, one in enumerate(checks):
+        found += [[]] if number else []
+        found += check_lines(one, width=width, plain=plain)
+    return found
