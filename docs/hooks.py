@@ -42,16 +42,18 @@ def _title(text: str) -> str:
 def _example(path: Path) -> str:
     """An example as a page: the file as it is."""
     text = path.read_text(encoding="utf-8")
-    kind = "yaml" if path.suffix == ".yaml" else "python"
-    return f"# {path.name}\n\n`examples/{path.name}`\n\n```{kind}\n{text}```\n"
+    kind = "python" if path.suffix == ".py" else "yaml"
+    where = path.relative_to(ROOT).as_posix()
+    return f"# {path.name}\n\n`{where}`\n\n```{kind}\n{text}```\n"
 
 
 def places(root: Path = ROOT) -> dict[str, str]:
     """File of the repository -> page of the site, for all that does not lie in docs/."""
     found = _top(root)
-    for path in sorted((root / "examples").iterdir()):
-        if path.suffix in (".py", ".yaml"):
-            found[f"examples/{path.name}"] = f"examples/{path.name.replace('.', '_')}.md"
+    for path in sorted((root / "examples").rglob("*")):
+        if path.suffix in (".py", ".yaml", ".yml"):
+            name = path.relative_to(root / "examples").as_posix()
+            found[f"examples/{name}"] = f"examples/{name.replace('/', '_').replace('.', '_')}.md"
     for path in sorted((root / "benchmarks" / "results").iterdir()):
         if path.suffix in (".md", ".svg"):
             found[f"benchmarks/results/{path.name}"] = f"benchmarks/{path.name}"

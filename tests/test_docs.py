@@ -28,6 +28,8 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 MOST_WORDS = 1200
+# Its tables have a row for each version that was tested, with every skip.
+GENERATED = ("docs/reference/compatibility.md",)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,8 @@ def test_every_block_of_a_page_is_run_or_says_why_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in PAGES if name.startswith("docs/")))
 def test_a_page_is_short(name: str) -> None:
+    if name in GENERATED:
+        return
     words = len(PAGES[name].split())
     assert words <= MOST_WORDS, f"{name} has {words} words: make two of it, or say less"
 

@@ -123,7 +123,7 @@ def test_everything_else_works_without_any_of_them(tmp_path: Path) -> None:
         ("yaml", "batchfit.load_schedule('it.yaml')", "pip install pyyaml"),
     ],
 )
-def test_what_an_option_needs_is_told(package: str, code: str, line: str, tmp_path: Path) -> None:
+def test_what_an_option_needs_is_reported(package: str, code: str, line: str, tmp_path: Path) -> None:
     (tmp_path / "it.yaml").write_text("type: step\nstep_size: 2\ngamma: 2\n", encoding="utf-8")
     program = PROGRAM.format(refused={package}) + code
     done = subprocess.run(

@@ -28,6 +28,7 @@ _EXPORTS = {
     "Microbatcher": "batchfit._microbatch.microbatcher",
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
+    "Plan": "batchfit.results",
     "Prediction": "batchfit.results",
     "OomExplanation": "batchfit.results",
     "OomRecorder": "batchfit._why.record",
@@ -49,6 +50,7 @@ _EXPORTS = {
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
     "load_schedule": "batchfit.schedules",
+    "plan": "batchfit._plan.plan",
     "predict_batch_size": "batchfit._predict.predict",
     "profile_throughput": "batchfit._profile.profile",
     "record_oom": "batchfit._why.record",
@@ -78,6 +80,7 @@ __all__ = [
     "NoiseBatchSizeConfig",
     "OomExplanation",
     "OomRecorder",
+    "Plan",
     "Prediction",
     "ResizableLoader",
     "ScheduleEvent",
@@ -97,6 +100,7 @@ __all__ = [
     "generation",
     "inference",
     "load_schedule",
+    "plan",
     "predict_batch_size",
     "profile_throughput",
     "record_oom",
@@ -121,6 +125,7 @@ if TYPE_CHECKING:
     from batchfit._loader.loader import ResizableLoader
     from batchfit._microbatch.microbatcher import Microbatcher
     from batchfit._noise.gradient_noise import GradientNoise
+    from batchfit._plan.plan import plan
     from batchfit._predict.predict import predict_batch_size
     from batchfit._profile.profile import profile_throughput
     from batchfit._report.report import report
@@ -136,6 +141,7 @@ if TYPE_CHECKING:
         MemoryCheck,
         MemoryExplanation,
         OomExplanation,
+        Plan,
         Prediction,
         StepReport,
         SweepRecord,

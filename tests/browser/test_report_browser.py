@@ -131,7 +131,7 @@ def test_every_plot_is_drawn_and_nothing_is_asked_for(browser: Chromium, written
 
 
 @pytest.mark.parametrize("width", [390, 1000])
-def test_a_point_tells_itself_to_the_pointer(browser: Chromium, written: Path, width: int) -> None:
+def test_a_point_shows_its_figures_to_the_pointer(browser: Chromium, written: Path, width: int) -> None:
     page = browser.open(written, width=width)
     for figure in FIGURES:
         x, y = middle(page, point(figure))

@@ -33,9 +33,14 @@ def tokenizer() -> Any:
         tokenizers.models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="[UNK]")
     )
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
+    made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
     )
+    made.chat_template = (
+        "{% for one in messages %}{% if one.role == 'assistant' %}{% generation %}{{ one.content }} [EOS] "
+        "{% endgeneration %}{% else %}{{ one.content }} {% endif %}{% endfor %}"
+    )
+    return made
 
 
 def llama(*, dropout: float = 0.0, kind: str = "LlamaForCausalLM", seed: int = 0, **more: Any) -> Any:
@@ -106,6 +111,12 @@ def rows(kind: str, count: int, *, seed: int = 0, least: int = 2, most: int = 14
         found = [
             {"prompt": text(draw, least, most), "completion": " " + text(draw, 1, most)} for _ in range(count)
         ]
+    elif kind == "chat":
+        roles = ("user", "assistant", "user", "assistant")
+        found = [
+            {"messages": [{"role": role, "content": text(draw, least, most // 2)} for role in roles]}
+            for _ in range(count)
+        ]
     elif kind == "KTO":
         found = [
             {
@@ -144,8 +155,8 @@ def trainer_of(
     **given: Any,
 ) -> Any:
     """A trainer of TRL on the CPU: by default one step of one batch, plain SGD, no clipping."""
-    if kind in ("DPO", "KTO") and more is None:
-        more = {"ref_model": model_for(kind, seed=1)}
+    if kind in ("DPO", "KTO") and "peft_config" not in (more or {}):
+        more = {"ref_model": model_for(kind, seed=1), **(more or {})}
     home = importlib.import_module(_HOMES.get(kind, "trl"))
     arguments = {
         "output_dir": str(folder),

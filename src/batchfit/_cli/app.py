@@ -22,6 +22,8 @@ from batchfit._cli.flags import (
     Command,
     FlagValues,
     Group,
+    ListGpus,
+    ListModels,
     OutputFile,
     ProgramCommand,
     ProgramEnv,
@@ -49,6 +51,7 @@ from batchfit._cli.help_texts import (
     FIND_HELP,
     INIT_HELP,
     MAIN_HELP,
+    PLAN_HELP,
     PREDICT_HELP,
     PROFILE_HELP,
     REPORT_HELP,
@@ -59,6 +62,7 @@ from batchfit._cli.help_texts import (
 from batchfit._cli.sweep.sweep_flags import SweepFlags
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._find.pure.options import FindOptions
+from batchfit._plan.pure.options import PlanOptions
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._program.pure.run_options import RunOptions
@@ -163,15 +167,6 @@ def run(
     end(lambda: run_for_real(call))
 
 
-def _list_gpus(wanted: bool) -> None:
-    if wanted:
-        from batchfit._charts.text import as_text
-        from batchfit._cli.commands.predict import gpu_lines
-
-        typer.echo(as_text(gpu_lines()))
-        raise typer.Exit()
-
-
 @app.command(cls=TargetCommand, help=PREDICT_HELP)
 @flags_of(PredictOptions)
 def predict(
@@ -187,16 +182,7 @@ def predict(
     output: OutputFile = None,
     plot: Annotated[Path | None, plot_flag("memory against size")] = None,
     traceback: WholeTracebacks = False,
-    list_gpus: Annotated[
-        bool,
-        typer.Option(
-            "--list-gpus",
-            rich_help_panel=OUTPUT,
-            callback=_list_gpus,
-            is_eager=True,
-            help="Show the GPUs that --gpu knows, and exit.",
-        ),
-    ] = False,
+    list_gpus: ListGpus = False,
 ) -> None:
     from batchfit._cli.commands.predict import predict_target
     from batchfit._cli.delivery import Delivery
@@ -240,6 +226,42 @@ def explain(
     no_program_flags(env, set_)
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
     end(lambda: explain_target(call))
+
+
+@app.command(cls=TargetCommand, help=PLAN_HELP)
+@flags_of(PlanOptions)
+def plan(
+    context: typer.Context,
+    flags: FlagValues,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="A model's name (Qwen/Qwen3-8B), its config.json, or a workload (file.py:name).",
+        ),
+    ],
+    paste: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAINER",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Show what to paste for each GPU: transformers, trl, lightning or torchtune.",
+        ),
+    ] = None,
+    json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
+    output: OutputFile = None,
+    traceback: WholeTracebacks = False,
+    list_models: ListModels = False,
+) -> None:
+    from batchfit._cli.commands.plan import plan_target
+    from batchfit._cli.delivery import Delivery
+    from batchfit._cli.target import TargetCall
+
+    delivery = Delivery(as_json=json, output=output)
+    call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
+    end(lambda: plan_target(call, paste))
 
 
 @app.command(cls=TargetCommand, help=CHECK_HELP)

@@ -59,6 +59,7 @@ _MORE = {
     "run": (Code.NOTHING_FITS, Code.RAISED, Code.STOPPED),
     "predict": (Code.NOTHING_FITS, Code.RAISED, Code.UNTRACEABLE),
     "explain": (Code.RAISED, Code.UNTRACEABLE),
+    "plan": (Code.NOTHING_FITS, Code.RAISED),
     "profile": (Code.NOTHING_FITS, Code.RAISED),
     "sweep": (Code.NOTHING_FITS, Code.RAISED, Code.SOME_FAILED),
     "schedule": (Code.RAISED,),

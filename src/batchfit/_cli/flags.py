@@ -78,6 +78,46 @@ WholeTracebacks = Annotated[
 ]
 
 
+def _list_gpus(wanted: bool) -> None:
+    if wanted:
+        from batchfit._charts.text import as_text
+        from batchfit._cli.commands.predict import gpu_lines
+
+        typer.echo(as_text(gpu_lines()))
+        raise typer.Exit()
+
+
+def _list_models(wanted: bool) -> None:
+    if wanted:
+        from batchfit._charts.text import as_text
+        from batchfit._cli.commands.plan import model_lines
+
+        typer.echo(as_text(model_lines()))
+        raise typer.Exit()
+
+
+ListGpus = Annotated[
+    bool,
+    typer.Option(
+        "--list-gpus",
+        rich_help_panel=OUTPUT,
+        callback=_list_gpus,
+        is_eager=True,
+        help="Show the GPUs that --gpu knows, and exit.",
+    ),
+]
+ListModels = Annotated[
+    bool,
+    typer.Option(
+        "--list-models",
+        rich_help_panel=OUTPUT,
+        callback=_list_models,
+        is_eager=True,
+        help="Show the models that are known by name, and exit.",
+    ),
+]
+
+
 class Command(TyperCommand):
     """A command in whose help no type stands beside a flag that takes no value (`--json <bool>`)."""
 

@@ -24,6 +24,7 @@ Examples:
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
+  batchfit plan Qwen/Qwen3-8B --gpu rtx4090,h100
   batchfit check train.py:make_workload --max-increase 2%
   batchfit why snapshot.pickle
   batchfit profile train.py:make_workload
@@ -133,9 +134,9 @@ Examples:
 CHECK_HELP = f"""\
 Check that TARGET needs no more memory than its baseline, by source line.
 
-The step is traced, as by `batchfit explain`: on any machine, without a GPU, in
-seconds. The peak is compared with a baseline file that lies in git, and the
-lines that changed it are named, the largest change first. It exits with 8
+The step is traced, as by `batchfit explain`: on any machine, without a GPU,
+in seconds. The peak is compared with a baseline file that lies in git, and
+the lines that changed it are named, the largest change first. It exits with 8
 where the peak has grown by more than --max-increase, or is above --max-peak.
 
 Without TARGET all targets of pyproject.toml are checked:
@@ -146,7 +147,7 @@ Without TARGET all targets of pyproject.toml are checked:
 Examples:
   batchfit check train.py:make --batch-size 8 --update
   batchfit check train.py:make --max-increase 2%
-  batchfit check train.py:make --batch-size 8 --max-peak 20GiB --baseline m.json
+  batchfit check train.py:make --batch-size 8 --max-peak 20GiB
   batchfit check --markdown comment.md
 
 {exit_codes("check")}
@@ -169,6 +170,25 @@ Examples:
   batchfit why snapshot.pickle.gz --json | jq .causes
 
 {exit_codes("why")}
+"""
+
+PLAN_HELP = f"""\
+Show which settings of a model fit on which GPU, before anybody rents one.
+
+Rows are settings (full, LoRA, QLoRA; checkpointing; optimizers), columns are
+GPUs, cells the largest microbatch per GPU with its peak, and how fast it would
+be beside the best row. Nothing is downloaded or run: the model is built from its
+configuration, without memory, and traced.
+
+Examples:
+  batchfit plan Qwen/Qwen3-8B --gpu rtx4090,a100-80gb,h100
+  batchfit plan llama-3.1-8b --gpu h100 --seq-len 4096 --global-batch 128
+  batchfit plan gpt2 --gpu t4,l4 --price t4=0.35,l4=0.8
+  batchfit plan my-model/config.json --gpu rtx3090 --method lora --paste trl
+  batchfit plan train.py:make_workload --gpu mygpu=20GiB
+  batchfit plan --list-models
+
+{exit_codes("plan")}
 """
 
 PROFILE_HELP = f"""\

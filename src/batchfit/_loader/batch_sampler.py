@@ -28,7 +28,7 @@ from batchfit._loader.fetch import (
     open_stream,
 )
 from batchfit._loader.pure.deal import Deal, DealtSamples, cut, share
-from batchfit._loader.pure.progress import Plan, Progress
+from batchfit._loader.pure.progress import EpochPlan, Progress
 
 _log = logging.getLogger("batchfit")
 
@@ -53,7 +53,7 @@ class LoaderSettings:
     """What may change while a loader runs, and what its dealers must know."""
 
     batch_size: int
-    schedule: Plan | None
+    schedule: EpochPlan | None
     rank: int
     world_size: int
     drop_last: bool

@@ -52,7 +52,7 @@ from batchfit._loader.fetch import (
     as_it_is,
 )
 from batchfit._loader.pure.deal import Deal, DealtSamples, count_batches, share
-from batchfit._loader.pure.progress import Plan, Progress, Schedule
+from batchfit._loader.pure.progress import EpochPlan, Progress, Schedule
 from batchfit._units import whole
 
 _log = logging.getLogger("batchfit")
@@ -99,7 +99,7 @@ class ResizableLoader:
         dataset: Any,
         batch_size: int = 256,
         *,
-        schedule: Plan | Schedule | None = None,
+        schedule: EpochPlan | Schedule | None = None,
         shuffle: bool = False,
         sampler: Any = None,
         num_workers: int = 0,
@@ -193,12 +193,12 @@ class ResizableLoader:
             self._changed(defer)
 
     @property
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> EpochPlan | None:
         """What gives the sizes; None where `batch_size` does. Setting it counts from the next batch on."""
         return self._settings.schedule
 
     @schedule.setter
-    def schedule(self, schedule: Plan | Schedule | None) -> None:
+    def schedule(self, schedule: EpochPlan | Schedule | None) -> None:
         if isinstance(schedule, Schedule):
             # A config that begins with a size of its own needs none.
             initial = None if schedule.starts_by_itself else self._settings.batch_size

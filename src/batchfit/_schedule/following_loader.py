@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from batchfit._loader.pure.progress import Plan, Progress
+from batchfit._loader.pure.progress import EpochPlan, Progress
 
 log = logging.getLogger("batchfit")
 
@@ -26,7 +26,7 @@ class FollowingLoader:
     def __init__(self, loader: Any) -> None:
         _check(loader)
         self._loader = loader
-        self._plan: Plan | None = None
+        self._plan: EpochPlan | None = None
         self._warned_of_epochs = self._warned_of_late_rate = False
 
     @property
@@ -62,7 +62,7 @@ class FollowingLoader:
         """Whether it changes sizes by itself, by the plan that it was given."""
         return self._plan is not None and getattr(self._loader, "schedule", None) is self._plan
 
-    def take(self, plan: Plan | None, size: int) -> None:
+    def take(self, plan: EpochPlan | None, size: int) -> None:
         """Follow `plan` from now on; without one, or where it cannot, begin with `size`."""
         if self._loader is None:
             return

@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from batchfit._arguments import check_callback, check_flag
-from batchfit._loader.pure.progress import Plan, Progress
+from batchfit._loader.pure.progress import EpochPlan, Progress
 from batchfit._schedule.following_loader import FollowingLoader
 from batchfit._schedule.learning_rate import LRClock, ScaledLR
 from batchfit._schedule.noise_choice import NoiseChoice
@@ -141,7 +141,7 @@ class BatchSizeScheduler:
     # --- what it says
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> EpochPlan:
         """The size as a function of progress, for this run: what `ResizableLoader(schedule=)` takes."""
         return self._plan
 

@@ -36,6 +36,7 @@ from batchfit.results._oom import (
     RankMemory,
     SettingReplay,
 )
+from batchfit.results._plan import Plan, PlanCell, PlanColumn, PlanRow
 from batchfit.results._run import ProgramRun, ProgramStart
 from batchfit.results._sweep import SkippedConfiguration, SweepRecord, SweepResult
 from batchfit.results._throughput import (
@@ -66,6 +67,10 @@ __all__ = [
     "OomCause",
     "OomExplanation",
     "Outcome",
+    "Plan",
+    "PlanCell",
+    "PlanColumn",
+    "PlanRow",
     "Point",
     "Prediction",
     "ProgramRun",

@@ -132,7 +132,7 @@ def test_a_block_joins_both_neighbours_and_no_other_segment() -> None:
 # ---------------------------------------------------------------- where segments lie
 
 
-def test_segments_lie_as_on_a_card() -> None:
+def test_segments_lie_as_on_a_gpu() -> None:
     space = AddressSpace()
     top = space.take(20 * MIB)
     below = space.take(20 * MIB)
@@ -923,7 +923,7 @@ LSTM_RUN = """
 """
 
 
-def test_a_recorded_run_has_the_peaks_of_the_card() -> None:
+def test_a_recorded_run_has_the_peaks_of_the_gpu() -> None:
     sizes: list[int] = []
     events: list[int] = []
     held: list[int] = []

@@ -20,12 +20,12 @@ from batchfit._engine.allocator.gpus import DEFAULT, GIB, GPUS, MIB, Gpu, gpu_na
         ("T4", "t4"),
     ],
 )
-def test_a_card_is_found_however_it_is_written(written: str, name: str) -> None:
+def test_a_gpu_is_found_however_it_is_written(written: str, name: str) -> None:
     assert gpu_named(written) is GPUS[name]
 
 
 @pytest.mark.parametrize("name", list(GPUS))
-def test_every_card_is_found_by_its_own_name(name: str) -> None:
+def test_every_gpu_is_found_by_its_own_name(name: str) -> None:
     assert gpu_named(name).name == name
 
 
@@ -96,7 +96,7 @@ def test_of_several_memories_the_smallest_is_taken_and_it_is_said(
         ("rtx6000", " (like it: rtx6000-ada, quadro-rtx6000)"),
     ],
 )
-def test_an_unknown_gpu_is_told_where_the_list_is(written: str, like: str) -> None:
+def test_an_unknown_gpu_is_reported_where_the_list_is(written: str, like: str) -> None:
     with pytest.raises(ValueError, match="gpu must be one of those") as refused:
         gpu_named(written)
     assert f"--list-gpus` lists, not {written!r}{like}; budget" in str(refused.value)

@@ -260,7 +260,7 @@ def test_the_allocators_settings_are_used() -> None:
     assert (joined.fits, joined.sustained) == (True, True)
 
 
-def test_a_device_is_made_anew_for_each_simulation() -> None:
+def test_a_device_is_made_again_for_each_simulation() -> None:
     footprint = line(MIB, MIB)
     first = simulate(footprint, 5, capacity_bytes=100 * MIB)
     assert first == simulate(footprint, 5, capacity_bytes=100 * MIB)
@@ -329,7 +329,7 @@ def test_one_sample_that_runs_is_an_answer() -> None:
     st.integers(1_000, 20_000),
     st.integers(200, 2000),
 )
-def test_generation_is_told_a_size_that_does_not_hang_on_small_things(
+def test_generation_gets_a_size_that_does_not_hang_on_small_things(
     layers: int, passes: int, each: int, growth: int, capacity_mib: int
 ) -> None:
     footprint, capacity = generation(layers, passes, each, growth), capacity_mib * MIB

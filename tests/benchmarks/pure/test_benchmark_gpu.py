@@ -48,7 +48,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("endless", 1.5, False, "endless run: 1 left, ended at the deadline"),
     ],
 )
-def test_each_end_is_told(
+def test_each_end_is_reported(
     driver: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -136,7 +136,7 @@ def test_the_stored_figures_are_those_that_are_measured() -> None:
 
 
 @pytest.mark.parametrize("is_planted", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_exit_code_tells_a_planted_regression_of_the_search(is_planted: bool, tmp_path: Path) -> None:
+def test_the_exit_code_reports_a_planted_regression_of_the_search(is_planted: bool, tmp_path: Path) -> None:
     """Run as `make bench` runs it; the stored figure claims one trial in a thousand fewer."""
     stored = json.loads(guard.STORED.read_text())
     file = tmp_path / "stored.json"

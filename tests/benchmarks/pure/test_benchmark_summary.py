@@ -170,7 +170,7 @@ def test_what_was_not_measured_has_no_row(summary: ModuleType, tmp_path: Path) -
     assert list(summary.rows(tmp_path)) == []
 
 
-def test_a_page_that_says_something_else_is_told_and_put_right(
+def test_a_page_that_says_something_else_is_named_and_corrected(
     summary: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
@@ -282,7 +282,7 @@ def test_a_ratio_is_met_or_missed_only_where_its_interval_says_so(
     assert summary.goals.by_interval("x", (low + high) / 2, low, high).met is met
 
 
-def test_a_picture_is_told_that_is_missing_old_or_of_nothing(summary: ModuleType, tmp_path: Path) -> None:
+def test_a_picture_is_reported_that_is_missing_old_or_of_nothing(summary: ModuleType, tmp_path: Path) -> None:
     plots = summary.plots
     planted(tmp_path)
     names = ["plot_find.svg", "plot_prediction.svg", "plot_ragged.svg", "plot_search.svg"]
@@ -298,7 +298,7 @@ def test_a_picture_is_told_that_is_missing_old_or_of_nothing(summary: ModuleType
     assert plots.stale(tmp_path) == ["plot_profile.svg", "plot_ragged.svg"]
 
 
-def test_both_ways_over_ranks_are_told_beside_ddp(summary: ModuleType) -> None:
+def test_both_ways_over_ranks_are_reported_beside_ddp(summary: ModuleType) -> None:
     names = {"ddp": 1.0, "late": 1.2, "safe": 1.2, "overlap": 1.005}
     rounds = {name: [times] * 9 for name, times in names.items()}
     part = {"seconds": rounds, "vote_s": [0.1], "in_votes_s": {name: [0.0] for name in names}}
@@ -309,7 +309,7 @@ def test_both_ways_over_ranks_are_told_beside_ddp(summary: ModuleType) -> None:
     ]
 
 
-def test_a_loader_that_stalls_is_told(summary: ModuleType) -> None:
+def test_a_loader_that_stalls_is_reported(summary: ModuleType) -> None:
     def case(planned: float, larger: float) -> dict[str, Any]:
         waits = {"no change": 0.01, "planned": planned, "set, larger": larger, "set, smaller": 0.01}
         changes = {way: [[wait, 0.0]] for way, wait in {**waits, "re-created": 1.0}.items()}

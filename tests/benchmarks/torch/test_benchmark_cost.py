@@ -84,7 +84,7 @@ class Frame:
         (("/python/selectors.py", str(FOLDER / "own_cost.py")), "the rest"),
     ],
 )
-def test_a_sample_belongs_to_the_innermost_frame_that_tells(files: tuple[str, ...], whose: str) -> None:
+def test_a_sample_belongs_to_the_innermost_frame_that_names_it(files: tuple[str, ...], whose: str) -> None:
     frame: FrameType = Frame(*files)  # type: ignore[assignment]
     assert script("own_cost").owner(frame) == whose
 

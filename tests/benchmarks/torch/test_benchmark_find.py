@@ -165,7 +165,7 @@ def test_what_a_soak_of_the_bracket_kills_does_not_last(find_gpu: ModuleType) ->
         (600, (False, "not run, 562 dies")),
     ],
 )
-def test_a_size_that_was_not_run_is_told_by_others_only_where_they_can(
+def test_a_size_that_was_not_run_is_named_by_others_only_where_they_can(
     size: int, expected: tuple[bool | None, str], find_gpu: ModuleType
 ) -> None:
     assert find_gpu.lasts(sample()["cases"]["resnet50/24"], size) == expected

@@ -27,7 +27,7 @@ def test_each_page_says_what_its_json_says(pages: ModuleType) -> None:
     assert not differ, f"{differ}: run python benchmarks/pages.py write"
 
 
-def test_a_page_that_was_changed_by_hand_is_told_and_made_again(
+def test_a_page_that_was_changed_by_hand_is_reported_and_made_again(
     pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "import_time_cpu_202611"

@@ -28,7 +28,7 @@ def test_a_program_ends_as_the_plain_loop(seed: int, soak: Any, recwarn: pytest.
     assert row["cut"] > 0
 
 
-def test_what_must_be_zero_is_told(soak: Any) -> None:
+def test_what_must_be_zero_is_reported(soak: Any) -> None:
     kept = json.loads((FOLDER / "results" / "soak_cpu_202611.json").read_text())
     assert soak.faults(kept) == []
     assert sum(row["steps"] for row in kept["rows"]) >= 10_000

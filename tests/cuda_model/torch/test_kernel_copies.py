@@ -81,7 +81,7 @@ def test_an_operation_holds_what_it_was_seen_to_hold(name: str) -> None:
             assert longer == pytest.approx(stays, rel=0.02), row
 
 
-def test_the_survey_reaches_what_is_told() -> None:
+def test_the_survey_reaches_what_is_reported() -> None:
     """Rows with and without a copy: a rule that always, or never, says one would be noticed."""
     for name in ("aten._log_softmax.default", "aten.mm.default", "aten.avg_pool2d.default"):
         copies = {row["beside"] > NOISE for row in ROWS[name]}

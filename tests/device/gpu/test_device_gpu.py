@@ -161,7 +161,7 @@ def test_retries_are_counted(device: CudaDevice) -> None:
     assert device.alloc_retries() == before + 1
 
 
-def test_a_budget_beyond_the_card_is_refused(device: CudaDevice) -> None:
+def test_a_budget_beyond_the_gpu_is_refused(device: CudaDevice) -> None:
     with pytest.raises(ValueError, match=r"budget must not exceed the .* of cuda:0, not"):
         device.limit(device.total_bytes() + 1)
     with device.limit(device.total_bytes()):  # more than is free: nothing is switched

@@ -464,7 +464,7 @@ def test_the_cpu_limit_lowers_a_virtual_memory_that_is_there() -> None:
             device.limit(64 * MiB + 1)
 
 
-def test_another_thread_is_told_that_nothing_is_counted_there() -> None:
+def test_another_thread_is_reported_that_nothing_is_counted_there() -> None:
     said: list[str] = []
 
     def look() -> None:

@@ -267,7 +267,7 @@ def slip(rank: int) -> Any:
 
 
 @gloo
-def test_ranks_out_of_step_are_told_and_get_no_numbers() -> None:
+def test_ranks_out_of_step_are_reported_and_get_no_numbers() -> None:
     found = values(run_ranks(slip, world_size=3))
     assert found[0] == found[1] == found[2]
     calls, words, verbs, after = found[0]
@@ -519,7 +519,7 @@ def test_a_fake_group_has_nobody_to_ask() -> None:
     assert values(run_ranks(pretends, world_size=1, group=False)) == [[1, ["alone"]]]
 
 
-def test_the_launcher_kills_what_hangs_and_tells() -> None:
+def test_the_launcher_kills_what_hangs_and_says_so() -> None:
     outcomes = run_ranks(hangs, world_size=2, group=False, timeout_s=2)
     assert [outcome.killed_by_us for outcome in outcomes] == [False, True]
     assert outcomes[0].value == "done"

@@ -102,7 +102,7 @@ def test_a_timeline_is_short_and_keeps_the_highest_moment(trace: Trace, points: 
     assert found[-1][0] < len(trace.events) - trace.step_ends[0]
 
 
-def test_alike_blocks_are_told_together_and_unlike_ones_apart() -> None:
+def test_alike_blocks_are_one_row_and_unlike_ones_several() -> None:
     """Two stages of one class whose weights differ much are two things; the blocks of each are one."""
     blocks = [weights(f"stages.{i}.{j}", 1024 * (1 + 9 * i)) for i in (0, 1) for j in (0, 1)]
     blocks += [kept(f"stages.{i}.{j}", 512 * (8 - 7 * i)) for i in (0, 1) for j in (0, 1)]
@@ -152,7 +152,7 @@ def test_what_belongs_to_no_module_says_what_it_is() -> None:
     assert lines == {"train.py:9 loss_of", "batch", "optimizer step", "cuBLAS workspaces"}
 
 
-def test_what_is_freed_before_the_peak_is_not_told() -> None:
+def test_what_is_freed_before_the_peak_is_not_reported() -> None:
     trace = Trace(1, (9000, 512), (kept("stem", 1)[1],) * 2, (0, ~0, 1), 0, (2, 3))
     assert Peak.of(trace).size == 512  # the first step does not count, the second does
 

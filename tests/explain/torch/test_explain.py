@@ -119,7 +119,7 @@ def test_the_kinds_are_those_of_a_training_step(told: MemoryExplanation) -> None
     assert held["activations"] > held["weights"]
 
 
-def test_repeated_blocks_are_told_together_with_what_is_inside(told: MemoryExplanation) -> None:
+def test_repeated_blocks_are_one_row_with_what_is_inside(told: MemoryExplanation) -> None:
     blocks = next(one for one in told.modules if one.name.startswith("blocks"))
     assert blocks.name == "blocks.* (4 x Block)"
     assert blocks.repeats == 4
@@ -139,7 +139,7 @@ def test_lines_say_where_and_what(told: MemoryExplanation) -> None:
     assert {"weights", "optimizer state"} <= {one.name for one in told.lines}
 
 
-def test_the_gradient_of_a_line_is_told_with_the_line() -> None:
+def test_the_gradient_of_a_line_is_reported_with_the_line() -> None:
     """Backward runs in C++: its memory belongs to the module and the line that it is the gradient of."""
     work = workload()
     seen = trace(work, 4, rules=rules_for(work))
@@ -448,7 +448,7 @@ def test_a_model_without_blocks_is_not_offered_checkpointing() -> None:
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
 
 
-def test_a_what_if_that_cannot_be_traced_is_named_and_the_rest_is_told() -> None:
+def test_a_what_if_that_cannot_be_traced_is_named_and_the_rest_is_reported() -> None:
     def picky(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         if model.head.weight.dtype is torch.bfloat16:  # type: ignore[union-attr]
             raise RuntimeError("not in bf16")

@@ -139,7 +139,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         assert path.read_text() == text
 
 
-def test_a_path_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="resume must be a file in a folder that exists"):
         ResumeFile(tmp_path / "no" / "search.json").kept()
     with pytest.raises(ResultFileError, match="cannot be resumed from"):

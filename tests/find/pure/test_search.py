@@ -891,7 +891,7 @@ def test_bad_settings_are_named(values: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_only_what_a_trial_taught_can_be_told() -> None:
+def test_only_what_a_trial_observed_can_be_reported() -> None:
     with pytest.raises(TypeError, match="observation must be an Observation, not 7"):
         Search().tell(7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="observations must hold allowed sizes only, not 100"):

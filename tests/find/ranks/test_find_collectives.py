@@ -73,7 +73,7 @@ def fails_alone(rank: int, kind: str, points: int, who: list[int]) -> Any:
         pytest.param("ddp", 12, 4, [0, 2, 3], marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_runs_out_alone(kind: str, points: int, world_size: int, who: list[int]) -> None:
+def test_a_rank_that_is_out_of_memory_alone(kind: str, points: int, world_size: int, who: list[int]) -> None:
     outcomes = run_ranks(fails_alone, world_size=world_size, args=(kind, points, who), timeout_s=280)
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace

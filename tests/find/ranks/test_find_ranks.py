@@ -121,7 +121,7 @@ def other_settings(rank: int) -> Any:
 
 
 @gloo
-def test_ranks_with_different_settings_are_told_so() -> None:
+def test_ranks_with_different_settings_are_reported_so() -> None:
     for outcome in run_ranks(other_settings, world_size=2, timeout_s=30):
         assert outcome.error == "RanksDisagreeError"
         assert "settings of the search" in outcome.text
@@ -182,7 +182,7 @@ def remembered(rank: int, folder: str) -> Any:
 
 
 @gloo
-def test_the_first_rank_reads_and_writes_the_store_and_tells_the_others(tmp_path: Path) -> None:
+def test_the_first_rank_reads_and_writes_the_store_and_sends_it_to_the_others(tmp_path: Path) -> None:
     outcomes = run_ranks(remembered, world_size=2, args=(str(tmp_path),))
     assert [outcome.error for outcome in outcomes] == [None, None], outcomes[0].trace + outcomes[1].trace
     assert outcomes[0].value == outcomes[1].value

@@ -477,7 +477,7 @@ def test_the_users_error_comes_out_unchanged_with_the_size_as_a_note() -> None:
     assert any("batch size" in note for note in original.__notes__)
 
 
-def test_find_inside_an_except_block_still_tells_errors_apart() -> None:
+def test_find_inside_an_except_block_still_reports_errors_apart() -> None:
     """Python hangs the error that is being handled behind every new one: it explains none of them."""
 
     def step(n: int) -> None:
@@ -619,7 +619,7 @@ def test_a_failed_attempts_tensors_are_gone_before_the_next(cycle: bool) -> None
     assert set(at_start) == {0}
 
 
-def test_how_many_samples_there_are_is_told_where_the_answer_is_more() -> None:
+def test_how_many_samples_there_are_is_reported_where_the_answer_is_more() -> None:
     model = nn.Linear(4, 2)
     data = torch.utils.data.TensorDataset(torch.randn(10, 4))
 

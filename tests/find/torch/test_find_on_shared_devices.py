@@ -221,7 +221,7 @@ def test_a_budget_of_the_users_is_not_compared_with_what_is_free(caplog: pytest.
     assert all(record.getMessage().startswith("batch size") for record in caplog.records)
 
 
-def test_all_memory_gone_is_told_with_what_is_left() -> None:
+def test_all_memory_gone_is_reported_with_what_is_left() -> None:
     cuda = FakeCuda()
     program = Program(cuda, {0: takes(cuda, 990 * MiB)})
     with pytest.raises(NothingFitsError) as caught:
@@ -365,7 +365,7 @@ def test_a_search_with_another_allocator(budget: str | None) -> None:
     assert all(trial.reserved_bytes is None for trial in fit.trials)
 
 
-def test_a_driver_that_spills_is_held_to_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_spills_is_held_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(used_by_others=200 * MiB)
     monkeypatch.setattr(
         cuda, "may_reserve", lambda segments, index: segments <= cuda.allowed.get(index, 2**60)

@@ -231,7 +231,7 @@ class TestGlimpse:
         assert writer.noted() == [(8, 4)]
         assert "the device context is dead" in caught.value.__notes__[0]
 
-    def test_one_that_runs_out_is_followed_by_a_trial(self) -> None:
+    def test_one_that_is_out_of_memory_is_followed_by_a_trial(self) -> None:
         def make(n: int) -> torch.Tensor:
             return torch.zeros(n, 4 if n < 8 else 1 << 20, dtype=torch.long)
 
@@ -377,7 +377,7 @@ class TestConfirm:
         ],
         ids=["as it was", "needs less", "no soak", "failed", "another size"],
     )
-    def test_what_a_resumed_search_was_told_counts(self, told: Observation, confirmed: bool) -> None:
+    def test_what_a_resumed_search_was_reported_counts(self, told: Observation, confirmed: bool) -> None:
         search = Search(budget_bytes=2000, max_size=100).tell(told)
         assert confirm(search, self.known, self.refuse) == (search, confirmed)
 

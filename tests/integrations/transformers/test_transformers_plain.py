@@ -292,20 +292,10 @@ def test_a_backward_of_the_users_own_is_refused_not_ignored(tmp_path: Path) -> N
     assert trainer.accelerator.backward is backward
 
 
-@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
+@pytest.mark.parametrize("name", ["DistillationTrainer", "GKDTrainer", "ATrainerOfTomorrow"])
 def test_trainers_whose_batches_cannot_be_cut_are_refused_by_adapt(name: str, tmp_path: Path) -> None:
     theirs = type(name, (Trainer,), {"__module__": "trl.trainer"})
     for kind in (theirs, type("Mine", (theirs,), {})):
         with pytest.raises(BatchfitError, match=f"batches of {name} .*gradient_accumulation_steps"):
             adapt(new(tmp_path, kind))
     adapt(new(tmp_path, type(name, (Trainer,), {})))  # of somebody else
-
-
-def test_batches_of_one_joined_row_are_refused_by_adapt(tmp_path: Path) -> None:
-    trainer = new(tmp_path)
-    trainer.padding_free = True
-    with pytest.raises(BatchfitError, match=r"one row.*packing=False, or train without adapt"):
-        adapt(trainer)
-    flat = new(tmp_path, data_collator=transformers.DataCollatorWithFlattening())
-    with pytest.raises(BatchfitError, match="DataCollatorWithFlattening"):
-        adapt(flat)

@@ -29,6 +29,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT packed, wrapped": ("SFT", {**PACKED, "batch": 5, "packing_strategy": "wrapped"}),
     "SFT completions": ("SFT", {"data": "completion"}),
     "SFT packed completions": ("SFT", {**PACKED, "data": "completion"}),
+    "SFT assistant only": ("SFT", {"data": "chat", "assistant_only_loss": True}),
+    "SFT packed, assistant only": (
+        "SFT",
+        {**PACKED, "max_length": 48, "data": "chat", "assistant_only_loss": True},
+    ),
     "SFT chunked_nll": ("SFT", {"loss_type": "chunked_nll"}),
     "SFT dft": ("SFT", {"loss_type": "dft"}),
     "SFT label smoothing": ("SFT", {"label_smoothing_factor": 0.1}),
@@ -142,3 +147,45 @@ def test_a_load_balancing_loss_is_refused_or_averaged(tmp_path: Path) -> None:
     assert off(run({"compared": "warn"}), plain) < 1e-5
     without = run({}, router_aux_loss_coef=0.0)
     assert off(without, plain) > 1e-4
+
+
+def test_a_packed_row_whose_loss_is_a_mean_counts_its_labels(tmp_path: Path) -> None:
+    from trl_cases import gradients_of, heads_in_float64, model_for, rows, trainer_of
+
+    from batchfit.integrations.transformers import adapt
+
+    found = []
+    for size in (None, 2):
+        data = rows("completion", 21)
+        trainer = trainer_of("SFT", tmp_path, model=model_for("SFT").double(), data=data, **PACKED)
+        trainer.loss_is_scaled_for_ga = False
+        if size is not None:
+            adapt(trainer, find=False)._batchfit.microbatch_size = size
+        with heads_in_float64():
+            found.append(gradients_of(trainer))
+    assert off(found[1], found[0]) < 1e-10
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["cu_seq_lens", "position_ids"])
+def test_the_flattening_collator_of_a_plain_trainer(kernel: bool, tmp_path: Path) -> None:
+    import transformers
+    from hf_models import Tokens, arguments
+    from trl_cases import gradients_of, llama
+
+    from batchfit.integrations.transformers import adapt
+
+    rows = Tokens(padded=False)
+    samples = [{name: one.tolist() for name, one in rows[index].items()} for index in range(9)]
+    collate = transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=kernel, return_position_ids=True, return_seq_idx=kernel
+    )
+    given = {"max_steps": 1, "per_device_train_batch_size": 9, "gradient_accumulation_steps": 1}
+    found = []
+    for size in (None, 2):
+        trainer = transformers.Trainer(
+            llama().double(), arguments(tmp_path, **given), train_dataset=samples, data_collator=collate
+        )
+        if size is not None:
+            adapt(trainer, find=False)._batchfit.microbatch_size = size
+        found.append(gradients_of(trainer))
+    assert off(found[1], found[0]) < 1e-10

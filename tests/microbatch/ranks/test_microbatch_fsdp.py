@@ -213,7 +213,7 @@ def test_soak_is_the_run_without_faults(steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_sizes_of_another_number_of_shards_are_learned_anew() -> None:
+def test_sizes_of_another_number_of_shards_are_learned_again() -> None:
     learned = values(run_ranks(cases.learned_elsewhere, world_size=2, args=(None,)))[0]["state"]
     for world_size in (2, 1):
         for found in values(run_ranks(cases.learned_elsewhere, world_size=world_size, args=(learned,))):

@@ -95,7 +95,7 @@ def test_tensors_that_are_no_parameters() -> None:
     assert noise.grad is not None
 
 
-def test_the_graph_is_walked_once_for_a_function_that_is_made_anew() -> None:
+def test_the_graph_is_walked_once_for_a_function_that_is_made_again() -> None:
     model = nn.Linear(3, 1)
     context = context_of(Microbatcher(model))
     checks = []

@@ -260,7 +260,7 @@ def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert len(expected) > 1
 
 
-def test_the_whole_batch_begins_anew_and_an_error_leaves_what_was() -> None:
+def test_the_whole_batch_begins_again_and_an_error_leaves_what_was() -> None:
     world = World("old")
     before = world.state()
     fn = faulty(world.loss, {1: ValueError("mine")})

@@ -235,7 +235,7 @@ def test_a_model_that_learns_and_that_nobody_finds_is_refused() -> None:
     assert all(one.grad is None for one in [*known.parameters(), *hidden.parameters()])
 
 
-def test_another_card_is_traced_without_this_one() -> None:
+def test_another_gpu_is_traced_without_this_one() -> None:
     prediction = batchfit.predict_batch_size(classifier(), gpu="rtx3090")
     assert prediction.based_on == "no GPU"
     assert prediction.card == "rtx3090"

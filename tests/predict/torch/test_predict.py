@@ -187,7 +187,7 @@ def test_a_size_that_is_none_has_no_peak(several: Prediction, size: Any) -> None
         several.peak_bytes_at(size)
 
 
-def test_a_card_is_its_memory_and_its_kernels() -> None:
+def test_a_gpu_is_its_memory_and_its_kernels() -> None:
     found = predict(wide(), gpu="RTX 4090", max_size=10_000)
     assert (found.card, found.card_measured) == ("rtx4090", False)
     assert found.budget_bytes == GPUS["rtx4090"].usable_bytes
@@ -283,7 +283,7 @@ def test_a_loop_over_samples_is_traced_size_by_size() -> None:
     assert found.peak_bytes_at(1) < found.peak_bytes_at(found.batch_size) == found.peak_bytes
 
 
-def test_a_loop_over_many_samples_is_given_up_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_over_many_samples_is_given_up_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace takes as long as the batch is large: nobody waits for a hundred thousand samples."""
     monkeypatch.setattr(workload, "_EACH_SIZE_S", 0.5)
     model = nn.Linear(8, 1)
@@ -388,7 +388,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_search_is_told_what_predict_would_answer() -> None:
+def test_a_search_gets_what_predict_would_answer() -> None:
     sight = Foresight.of(wide(), budget_bytes=GIB)
     assert sight is not None
     end = sight.largest()
@@ -447,7 +447,7 @@ def test_a_calibration_runs_within_what_is_there_whatever_is_asked_about() -> No
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_look_that_needs_more_than_traced_lowers_what_a_search_is_told() -> None:
+def test_a_trial_that_needs_more_than_traced_lowers_what_a_search_gets() -> None:
     sight = Foresight.of(wide(), budget_bytes=4 * GIB)
     assert sight is not None
     end, look = sight.largest(), sight.size_to_confirm()
@@ -636,7 +636,7 @@ def test_generation_is_its_prompt_and_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("keeps", ["graph", "loss", "last"])
-def test_a_step_that_leaves_more_and_more_is_told(keeps: str) -> None:
+def test_a_step_that_leaves_more_and_more_is_reported(keeps: str) -> None:
     """`losses.append(out)` keeps it all; the loss of a mean squared error holds its all by itself."""
     model = nn.Linear(64, 256)
     optimizer = torch.optim.Adam(model.parameters())

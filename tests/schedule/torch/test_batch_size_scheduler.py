@@ -28,7 +28,7 @@ from batchfit import (
     ScheduleEvent,
     StepBatchSizeConfig,
 )
-from batchfit._loader.pure.progress import Plan, Progress
+from batchfit._loader.pure.progress import EpochPlan, Progress
 from batchfit._noise.pure.estimate import NoiseReading
 
 STEP = StepBatchSizeConfig(step_size=20, gamma=2, max_batch_size=2048)
@@ -56,7 +56,7 @@ class Planned(Settable):
     def __init__(self, samples: int, batch_size: int = 256) -> None:
         super().__init__(batch_size)
         self.samples = samples
-        self.schedule: Plan | None = None
+        self.schedule: EpochPlan | None = None
         self.progress = Progress()
 
     def __iter__(self) -> Any:

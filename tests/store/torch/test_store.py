@@ -283,7 +283,7 @@ class TestBudget:
 
 
 class TestUse:
-    def test_a_program_uses_the_store_only_when_told(self) -> None:
+    def test_a_program_uses_the_store_only_when_asked(self) -> None:
         find(workload(), store=False)
         assert not Store().path.parent.exists()
         find(workload())

@@ -521,7 +521,7 @@ def test_settings_around_the_program_count(monkeypatch: pytest.MonkeyPatch) -> N
     assert digest_of(fake) not in seen
 
 
-def test_a_card_counts_by_its_name_capability_and_memory_not_by_its_place() -> None:
+def test_a_gpu_counts_by_its_name_capability_and_memory_not_by_its_place() -> None:
     class Backend:
         def __init__(
             self, name: str = "A card", total: int = 2**34, capability: tuple[int, int] = (9, 0)

@@ -32,7 +32,7 @@ def test_names_that_are_gone_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_every_ground_is_told_apart_and_complete() -> None:
+def test_every_ground_is_distinct_and_complete() -> None:
     assert len(GROUNDS) >= 12
     assert len({ground.feature for ground in GROUNDS}) == len(GROUNDS)
     for ground in GROUNDS:

@@ -52,7 +52,7 @@ def test_the_notes_of_a_scaler_are_read_and_forgotten() -> None:
     assert optimizers.found_inf(scaler)
 
 
-def test_a_scaler_is_restored_and_begun_anew() -> None:
+def test_a_scaler_is_restored_and_begun_again() -> None:
     model, optimizer = stepped()
     scaler = torch.amp.GradScaler("cpu")
     before = optimizers.scaler_attributes(scaler)

@@ -214,7 +214,7 @@ def test_a_fresh_optimizer_stays_fresh() -> None:
     assert group["params"][0] is model.weight
 
 
-def test_transformers_is_told_the_truth_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_sees_the_truth_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = types.ModuleType("transformers.utils.import_utils")
     fake.is_fake_tensor = original = lambda value: isinstance(value, FakeTensor)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", fake)
@@ -529,7 +529,7 @@ def test_parameters_in_a_list_of_the_programs_are_those_of_the_model() -> None:
     assert all(one.grad is grad for one, grad in zip(listed, before, strict=True))
 
 
-def test_a_gradient_that_the_step_takes_in_a_way_of_its_own_is_put_back() -> None:
+def test_a_gradient_that_the_step_takes_in_a_way_of_its_own_is_restored() -> None:
     model = nn.Linear(3, 3)
     model(torch.ones(1, 3)).sum().backward()
     weight, before = model.weight, model.weight.grad

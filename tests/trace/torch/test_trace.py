@@ -250,7 +250,7 @@ def test_what_optimizers_take_while_they_run() -> None:
     assert fused < weights // 100
 
 
-def test_adafactor_is_one_parameter_at_a_time_unless_told() -> None:
+def test_adafactor_is_one_parameter_at_a_time_unless_asked() -> None:
     both = [
         traced(trained(mlp(512), partial(torch.optim.Adafactor, foreach=foreach))).peak_bytes
         for foreach in (None, False, True)
@@ -691,7 +691,7 @@ def test_a_step_that_moves_its_batch_to_cuda() -> None:
     assert kinds(found)["gradients"] == 2 * kinds(found)["weights"]
 
 
-def test_a_cached_mask_is_made_in_each_trace_anew() -> None:
+def test_a_cached_mask_is_made_in_each_trace_again() -> None:
     class Cached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -711,7 +711,7 @@ def test_a_cached_mask_is_made_in_each_trace_anew() -> None:
     assert type(model.mask) is torch.Tensor
 
 
-def test_attention_takes_the_kernel_of_the_card() -> None:
+def test_attention_takes_the_kernel_of_the_gpu() -> None:
     def operations(card: str, dtype: torch.dtype, head: int = 64, mask: bool = False) -> set[str]:
         layer = nn.Linear(head, head).to(dtype)
 
@@ -936,7 +936,7 @@ def test_what_stands_in_the_way_is_named_with_its_line(
     assert ".." not in str(error)
 
 
-def test_an_optimizer_that_is_used_wrongly_is_told_in_its_own_words() -> None:
+def test_an_optimizer_that_is_used_wrongly_is_refused_in_its_own_words() -> None:
     """Torch's notes for its profiler are not the operation that failed."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.LBFGS(model.parameters())

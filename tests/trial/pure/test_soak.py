@@ -148,7 +148,7 @@ step_of = st.lists(st.tuples(sizes, st.integers(1, 40)), min_size=1, max_size=12
 
 @examples(400)
 @given(st.lists(step_of, min_size=1, max_size=3), st.integers(40, 600))
-def test_what_goes_round_neither_runs_out_nor_retries_ever_again(
+def test_what_repeats_is_never_out_of_memory_and_never_retries_again(
     steps: list[list[tuple[int, int]]], capacity: int
 ) -> None:
     program = Program(capacity * MIB, steps)

@@ -321,7 +321,7 @@ class TestErrors:
         assert "raised ValueError at" in told.headline
         assert "faulty_targets.py" in told.headline
 
-    def test_of_an_unknown_type_it_is_told_by_name(self, tmp_path: Path) -> None:
+    def test_of_an_unknown_type_it_is_reported_by_name(self, tmp_path: Path) -> None:
         (tmp_path / "odd_one.py").write_text(
             "import batchfit\nclass Odd(Exception): ...\n"
             "def step(n): raise Odd('strange')\n"
@@ -352,7 +352,7 @@ class TestErrors:
         with pytest.raises(TargetError, match=r"there is no 'mak' .* did you mean"):
             batchfit.find_batch_size(f"{faulty_targets.FILE}:mak", **QUICK)
 
-    def test_a_wrong_device_is_told_before_the_target_is_loaded(self, tmp_path: Path) -> None:
+    def test_a_wrong_device_is_reported_before_the_target_is_loaded(self, tmp_path: Path) -> None:
         (tmp_path / "loaded.py").write_text("raise SystemExit('loaded')\ndef make(): ...\n")
         with pytest.raises(ValueError, match=r"device must be .* not 'cuda:99'"):
             batchfit.find_batch_size(f"{tmp_path / 'loaded.py'}:make", device="cuda:99", **QUICK)
@@ -582,7 +582,7 @@ class TestParent:
         assert ("KeyboardInterrupt" in stderr) is (number == signal.SIGINT)
 
     @pytest.mark.slow
-    def test_a_script_that_calls_itself_is_told(self, tmp_path: Path) -> None:
+    def test_a_script_that_calls_itself_is_reported(self, tmp_path: Path) -> None:
         code = (
             "import batchfit\nfrom faulty_targets import make as made\n"
             "def make(): return made()\n"

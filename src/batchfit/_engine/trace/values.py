@@ -70,6 +70,9 @@ _ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.defa
 _UPDATE_SCALE = aten._amp_update_scale_.default
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _HEAVY = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"})
+# Dtypes of quantised states: gigabytes of zeros, which nothing asks for a value.
+_CODES = frozenset({torch.uint8, torch.int8})
+_MOST_CODES = 2**16
 # Statistics that normalisations write into without saying so.
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
@@ -129,6 +132,8 @@ class KnownValues:
                 return
             is_mask = func in _ONES and out.dim() == 2
             if out.numel() != 1 and out.dtype.is_floating_point and not is_mask:
+                return
+            if out.dtype in _CODES and out.numel() > _MOST_CODES:
                 return
             if func in _LIKE:
                 if out.numel() <= _LARGEST_ELEMENTS:

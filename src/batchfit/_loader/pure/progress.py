@@ -23,7 +23,7 @@ class Progress:
     tokens: int | None = None  # None where nobody counts them
 
 
-class Plan(Protocol):
+class EpochPlan(Protocol):
     """What `ResizableLoader(schedule=)` takes."""
 
     def size_at(self, progress: Progress) -> int:
@@ -44,7 +44,7 @@ class Schedule(Protocol):
         *,
         world_size: int = 1,
         tokens_per_sample: int | None = None,
-    ) -> Plan:
+    ) -> EpochPlan:
         """The plan of one run, for its first size and its number of ranks."""
 
 

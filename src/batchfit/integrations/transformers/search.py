@@ -21,7 +21,7 @@ from batchfit.integrations.transformers.comparing import compared_loss, run_comp
 from batchfit.integrations.transformers.losses import count_labels, opened, rows_of, shifts_labels
 from batchfit.integrations.transformers.probing import same_random_numbers
 from batchfit.integrations.transformers.reduction import adds_up
-from batchfit.integrations.trl.cutting import local_metrics
+from batchfit.integrations.trl.metrics import no_metrics
 from batchfit.integrations.trl.search import search_batches
 
 log = logging.getLogger("batchfit")
@@ -52,7 +52,7 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         compared = run.comparing_step(trainer, model, batch)
         if compared is not None:
             return compared_loss(trainer, compared, model, compared.encode_to_train(batch))
-        with local_metrics(trainer):
+        with no_metrics(trainer, model):
             return trainer._batchfit_loss(trainer._batchfit_own_step, model, batch, _items(trainer, batch))
 
     work = batchfit.training(

@@ -6,8 +6,7 @@ Rules
 - A batch that is not cut is the trainer's own, untouched.
 - Inside `exact` the trainer's loss of a microbatch is what it adds to the batch's. A loss for which that
   cannot be had refuses to be cut, and says what to do.
-- Metrics that a loss gathers from all ranks are this rank's in there: ranks run different numbers of
-  microbatches, and would wait for each other.
+- Nothing waits for other ranks in there (`metrics`).
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from typing import Any, final
 import torch
 
 from batchfit.integrations.trl.kto import estimates_of, known_kl, parts_of, rows_of_kto, with_kl, without_kl
+from batchfit.integrations.trl.metrics import local_metrics
 from batchfit.integrations.trl.packed import PackedBatch, is_packed
 from batchfit.integrations.trl.pairs import pair_terms, paired, refuse_sorting, unpaired
-from batchfit.integrations.trl.terms import patched, refuse_aux_loss, several_means
+from batchfit.integrations.trl.terms import refuse_aux_loss, several_means
 from batchfit.integrations.trl.trainers import has_pairs, name_of
 
 
@@ -141,31 +141,3 @@ def _kto(trainer: Any, model: Any, inputs: dict[str, Any], plain: CutBatch, *, t
 
     batch = CutBatch(cut, with_kl, is_whole, local_metrics, few, parts=parts_of)
     return _with_exact(trainer, batch, lambda micro: known_kl(trainer, estimates.of(micro)))
-
-
-@contextmanager
-def local_metrics(trainer: Any, *_: Any) -> Iterator[None]:
-    """Inside, what is gathered is this rank's, as often as there are ranks."""
-    ranks = int(getattr(trainer.args, "world_size", 1))
-    if ranks == 1:
-        yield
-        return
-
-    def repeated(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            rows = value.reshape(1) if value.dim() == 0 else value
-            return torch.cat([rows] * ranks)
-        if type(value) in (list, tuple):
-            return type(value)(repeated(one) for one in value)
-        if isinstance(value, dict):
-            return {name: repeated(one) for name, one in value.items()}
-        return value
-
-    def gathered(value: Any, *_: Any, **__: Any) -> Any:
-        return repeated(value)
-
-    with (
-        patched(trainer.accelerator, "gather", gathered),
-        patched(trainer.accelerator, "gather_for_metrics", gathered),
-    ):
-        yield

@@ -1,0 +1,155 @@
+"""A plan on one screen: settings down, GPUs across, in each cell the largest microbatch and its peak.
+
+Rules: the recommended row of each GPU is marked in its column and said below, with its peak, accumulation and
+price; what does not fit is a dash. Columns that have no room at the width that is asked for go into another
+table below.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from batchfit._charts.memory_page import fact
+from batchfit._charts.text import Line
+from batchfit._units import format_bytes
+
+if TYPE_CHECKING:
+    from batchfit.results import Plan, PlanCell, PlanColumn
+
+WIDTH = 80
+_CELL = 21
+_LEGEND = (
+    "In a cell: the largest microbatch, its peak, and samples per second beside the best row of that GPU "
+    "(from operations and bytes, not measured). Checkpoint: activation checkpointing of each block."
+)
+
+
+def plan_lines(plan: Plan, *, width: int = WIDTH, plain: bool = False) -> list[Line]:
+    """A plan as lines of at most `width` characters (80 at least)."""
+    width = max(width, WIDTH)
+    lines: list[Line] = [[(part, "strong")] for part in textwrap.wrap(headline(plan), width)]
+    names = max((len(row.setting) for row in plan.rows), default=10)
+    room = min(names, width - min(len(plan.columns), 2) * _CELL - 2)
+    at_once = max(1, (width - room - 2) // _CELL)
+    for first in range(0, len(plan.columns), at_once):
+        lines += [[], *_table(plan, range(first, min(first + at_once, len(plan.columns))), room, plain=plain)]
+    lines += [[], *([("  " + part, "dim")] for part in textwrap.wrap(_LEGEND, width - 2)), []]
+    for column in plan.columns:
+        lines += fact(column.title, _advice(plan, column), width, room=_label_room(plan))
+    for note in plan.unseen:
+        parts = textwrap.wrap(f"caveat: {note}", width - 2, break_on_hyphens=False)
+        lines += [[("  " + part, "warn")] for part in parts]
+    return lines
+
+
+def headline(plan: Plan) -> str:
+    """`meta-llama/Llama-3.1-8B (8.0B parameters), 2048 tokens per sample, global batch 64`."""
+    text = plan.target
+    if plan.parameters:
+        count = plan.parameters
+        text += f" ({count / 1e9:.1f}B parameters)" if count >= 1e9 else f" ({count / 1e6:.0f}M parameters)"
+    if plan.seq_len is not None:
+        text += f", samples of {plan.seq_len}"
+    return text + (f", global batch {plan.global_batch}" if plan.global_batch is not None else "")
+
+
+def _table(plan: Plan, chosen: range, room: int, *, plain: bool) -> list[Line]:
+    head: Line = [(f"  {'microbatch per GPU':<{room}}", "head")]
+    head += [(f"{plan.columns[at].title:>{_CELL}}", "head") for at in chosen]
+    sizes: Line = [(" " * (room + 2), "")]
+    sizes += [(f"{format_bytes(plan.columns[at].usable_bytes):>{_CELL}}", "dim") for at in chosen]
+    lines = [head, sizes]
+    for number, row in enumerate(plan.rows):
+        first, *more = textwrap.wrap(row.setting, room, break_on_hyphens=False)
+        line: Line = [(f"  {first:<{room}}", "")]
+        if row.note:
+            line.append((f"  {row.note}"[: _CELL * len(chosen)], "dim"))
+        else:
+            line += [_cell(row.cells[at], plan.columns[at], number, plain=plain) for at in chosen]
+        lines += [line, *([("    " + part, "")] for part in more)]
+    return lines
+
+
+def _cell(cell: PlanCell, column: PlanColumn, row: int, *, plain: bool) -> tuple[str, str]:
+    if not cell.batch_size:
+        return (f"{'-':>{_CELL}}", "dim")
+    speed = "" if cell.speed is None else f" {cell.speed:>4.0%}"
+    best = column.recommended == row
+    mark = ("*" if plain else "★") if best else " "
+    return (
+        f"{f'{cell.batch_size} {format_bytes(cell.peak_bytes):>9}{speed} {mark}':>{_CELL}}",
+        "good" if best else "",
+    )
+
+
+def _label_room(plan: Plan) -> int:
+    return max(len(column.title) for column in plan.columns) + 1
+
+
+def _advice(plan: Plan, column: PlanColumn) -> str:
+    """What to do on one GPU, in a sentence."""
+    at = plan.columns.index(column)
+    if column.recommended is None:
+        fitting = [row for row in plan.rows if row.cells and row.cells[at].batch_size]
+        if fitting:
+            return f"fits: {fitting[0].setting}; no speed is known for this GPU, so no row is recommended"
+        return f"nothing fits; {column.remedy}" if column.remedy else "nothing fits"
+    row = plan.rows[column.recommended]
+    cell = row.cells[at]
+    text = f"{row.setting}: microbatch {cell.batch_size} per GPU, {format_bytes(cell.peak_bytes)} of "
+    text += format_bytes(column.usable_bytes)
+    if plan.global_batch is not None:
+        text += f", gradient accumulation {cell.accumulation}"
+    if cell.cost is not None:
+        text += (
+            ", the cheapest per sample"
+            if cell.cost <= 1.0005
+            else f", {cell.cost:.2f} times the cheapest per sample"
+        )
+    return text
+
+
+def as_markup(plan: Plan) -> str:
+    """The plan as an HTML table."""
+    titles = "".join(
+        f"<th>{html.escape(one.title)}<br><small>{format_bytes(one.usable_bytes)}</small></th>"
+        for one in plan.columns
+    )
+    rows = "".join(_markup_row(plan, number) for number in range(len(plan.rows)))
+    notes = "".join(f"<p>caveat: {html.escape(note)}</p>" for note in plan.unseen)
+    return (
+        f"<table><caption>{html.escape(headline(plan))}</caption>"
+        f"<thead><tr><th>microbatch per GPU</th>{titles}</tr></thead><tbody>{rows}</tbody></table>{notes}"
+    )
+
+
+def _markup_row(plan: Plan, number: int) -> str:
+    row = plan.rows[number]
+    if row.note:
+        cells = f"<td colspan='{len(plan.columns)}'>{html.escape(row.note)}</td>"
+    else:
+        cells = "".join(
+            f"<td>{_markup_cell(cell, best=column.recommended == number)}</td>"
+            for cell, column in zip(row.cells, plan.columns, strict=True)
+        )
+    return f"<tr><td>{html.escape(row.setting)}</td>{cells}</tr>"
+
+
+def _markup_cell(cell: PlanCell, *, best: bool) -> str:
+    if not cell.batch_size:
+        return "–"
+    text = f"{cell.batch_size} ({format_bytes(cell.peak_bytes)})"
+    text += "" if cell.speed is None else f", {cell.speed:.0%}"
+    return f"<b>{text} ★</b>" if best else text
+
+
+def chosen_rows(plan: Plan) -> Sequence[str]:
+    """The recommended setting of each GPU, for a headline."""
+    return [
+        f"{column.title}: {plan.rows[column.recommended].setting}"
+        for column in plan.columns
+        if column.recommended is not None
+    ]

@@ -1,0 +1,269 @@
+"""`plan`: settings by GPUs, from traces. Nothing is downloaded, allocated or run.
+
+Rules:
+- A model by its name or configuration is built on the meta device and trained as its task is; a workload is
+  planned as it is, and with each change that `explain_memory` would try.
+- Each cell is what `predict_batch_size` answers. Speeds are relative (`pure/speed.py`).
+- A setting that cannot be traced is a row that says why; the others are there all the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+import batchfit
+from batchfit._engine.workload.reachable import reach_of
+from batchfit._plan.cache import CellCache
+from batchfit._plan.cells import cells_of
+from batchfit._plan.flops import flops_per_sample
+from batchfit._plan.models import shape_of
+from batchfit._plan.pure.options import PlanGpu, PlanOptions
+from batchfit._plan.pure.settings import Setting, settings_for
+from batchfit._plan.pure.shapes import ModelShape
+from batchfit._plan.pure.speed import Cell
+from batchfit._plan.pure.table import RowCells, table_of
+from batchfit._plan.workloads import InapplicableError, own_changes, workload_of
+from batchfit.errors import UntraceableError
+from batchfit.results import Plan, PlanRow
+from batchfit.workload import Workload, as_workload
+
+Report = Callable[[str, int, int], None]
+_HAS_BF16 = (8, 0)  # compute capability
+
+
+def plan(
+    target: str | Workload | Callable[[int], object],
+    *,
+    gpus: str | Sequence[str],
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    methods: str | Sequence[str] | None = None,
+    prices: str | Sequence[str] | None = None,
+    margin: float = 0.02,
+    cache: bool = True,
+) -> Plan:
+    """Which settings fit on which GPU, and which would be the fastest there, before anybody rents one.
+
+    ```python
+    table = batchfit.plan("Qwen/Qwen3-8B", gpus=["rtx4090", "h100"], seq_len=2048)
+    print(table)
+    print(table.best("rtx4090").setting)
+    ```
+
+    Args:
+        target: a model by its name ("Qwen/Qwen3-8B"), the path of its config.json, or a workload.
+        gpus: GPUs to plan for: "rtx4090", or with its memory as "name=24GiB".
+        seq_len: tokens per sample; for images the side in pixels. Default: 2048, or what the model takes.
+        global_batch: samples per optimizer step over all GPUs, by gradient accumulation. Default: one
+            microbatch per GPU.
+        methods: only "full", "lora" or "qlora". Default: all.
+        prices: what an hour of a GPU costs you ("rtx4090=0.4"); then cells are compared by cost, too.
+        margin: the share of each GPU's memory to leave free.
+        cache: keep what was traced on disk, and use it again.
+
+    Returns:
+        A `Plan`: rows are settings, columns GPUs, cells the largest microbatch per GPU with its peak.
+
+    Raises:
+        TargetError: the model is not known, or cannot be built here; names the models that are close.
+        ValueError: a GPU is not known, or an option is wrong.
+    """
+    options = PlanOptions(
+        gpus=gpus,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        methods=methods,
+        prices=prices,
+        margin=margin,
+        cache=cache,
+    )
+    return plan_with(target, options)
+
+
+def plan_with(
+    target: str | Workload | Callable[[int], object], options: PlanOptions, report: Report | None = None
+) -> Plan:
+    """Plan as the options say; `report` is called with what is traced, how many are done, and of how many."""
+    begun = time.perf_counter()
+    subject: _Model | _Given = (
+        _Model(shape_of(target), options) if isinstance(target, str) else _Given(as_workload(target), options)
+    )
+    rows: list[PlanRow | RowCells] = []
+    notes: dict[str, None] = {}
+    wanted = list(subject.rows())
+    for number, row in enumerate(wanted):
+        if report is not None:
+            report(row.name, number, len(wanted))
+        try:
+            cells, unseen = row.cells()
+        except (UntraceableError, InapplicableError) as error:
+            rows.append(PlanRow(setting=row.name, method=row.method, options=row.options, note=str(error)))
+            continue
+        notes |= dict.fromkeys(unseen)
+        rows.append(RowCells(row.name, row.method, row.options, tuple(cells[at] for at in sorted(cells))))
+    columns, done = table_of(rows, options.columns, prices=options.hourly, global_batch=options.global_batch)
+    subject.close()
+    caveats = (note for column in options.columns for note in column.gpu.caveats)
+    return Plan(
+        target=subject.name,
+        parameters=subject.parameters,
+        seq_len=subject.length,
+        global_batch=options.global_batch,
+        margin=options.margin,
+        columns=columns,
+        rows=done,
+        unseen=(*subject.notes, *_of_columns(options.columns), *notes, *dict.fromkeys(caveats)),
+        traced=subject.traced,
+        elapsed_s=time.perf_counter() - begun,
+        batchfit_version=batchfit.__version__,
+        torch_version=torch.__version__,
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A setting, and how its cells come about."""
+
+    name: str
+    method: str
+    options: dict[str, str | int]
+    cells: Callable[[], tuple[dict[int, Cell], tuple[str, ...]]]
+
+
+@final
+class _Model:
+    """A model by its shape: rows are the settings of its task."""
+
+    def __init__(self, shape: ModelShape, options: PlanOptions) -> None:
+        self.shape = shape
+        self.options = options
+        self.name, self.parameters = shape.name, shape.parameters
+        self.length = options.seq_len or shape.length
+        self.notes: list[str] = []
+        self.traced = 0
+        self._flops: dict[tuple[object, ...], float] = {}
+        versions = [batchfit.__version__, torch.__version__, _version("transformers")]
+        self._cache = CellCache([dict(shape.config), self.length, versions], used=options.cache)
+
+    def rows(self) -> Iterator[_Row]:
+        missing: dict[str, list[str]] = {}
+        kind = str(self.shape.config["model_type"])
+        for one in settings_for(self.shape.task, model_type=kind, methods=self.options.wanted_methods):
+            lacking = [name for name in one.needs if importlib.util.find_spec(name) is None]
+            if lacking:
+                missing.setdefault(" ".join(lacking), []).append(one.name)
+                continue
+            yield _Row(one.name, one.method, _fields(one), lambda one=one: self._cells(one))  # type: ignore[misc]
+        for names, rows in missing.items():
+            self.notes.append(f"{len(rows)} settings need {names}: pip install {names}")
+
+    def _cells(self, setting: Setting) -> tuple[dict[int, Cell], tuple[str, ...]]:
+        columns = self.options.columns
+        keys = [self._key(setting, one) for one in columns]
+        kept = {at: self._cache.get(key) for at, key in enumerate(keys)}
+        left = [at for at, cell in kept.items() if cell is None]
+        found = {at: cell for at, cell in kept.items() if cell is not None}
+        if not left:
+            return found, ()
+        self.traced += 1
+        reach = reach_of(workload_of(self.shape, setting, self.length))
+        made, notes = cells_of(
+            reach,
+            [columns[at] for at in left],
+            margin=self.options.margin,
+            flops_per_sample=self._flops_of(setting),
+        )
+        for place, cell in made.items():
+            self._cache.put(keys[left[place]], cell)
+            found[left[place]] = cell
+        return found, notes
+
+    def _key(self, setting: Setting, column: PlanGpu) -> list[Any]:
+        gpu = column.gpu
+        kernels = [gpu.capability, gpu.multiprocessors, gpu.usable_bytes]
+        packages = [_version(name) for name in setting.needs]
+        return [asdict(setting), kernels, column.count > 1, self.options.margin, packages]
+
+    def _flops_of(self, setting: Setting) -> float:
+        """Counted once for settings that compute the same; 4-bit weights are unpacked, then as in LoRA."""
+        if setting.computes_as not in self._flops:
+            plain = Setting(
+                method="full" if setting.method == "full" else "lora",
+                checkpointing=setting.checkpointing,
+                loss=setting.loss,
+                rank=setting.rank,
+            )
+            work = workload_of(self.shape, plain, self.length)
+            self._flops[setting.computes_as] = flops_per_sample(work)
+        return self._flops[setting.computes_as]
+
+    def close(self) -> None:
+        self._cache.save()
+
+
+@final
+class _Given:
+    """A workload of the user's: rows are its step as it is, and with each change that may help."""
+
+    def __init__(self, work: Workload, options: PlanOptions) -> None:
+        if options.seq_len is not None or options.methods is not None:
+            raise ValueError("seq_len and methods must be left out for a workload, which says them itself")
+        self.work = work
+        self.options = options
+        self.name = (
+            getattr(work.step, "__name__", "workload") if work.model is None else type(work.model).__name__
+        )
+        models = [one for one in work.state if isinstance(one, nn.Module)]
+        self.parameters = sum(one.numel() for model in models for one in model.parameters())
+        self.length: int | None = None
+        self.notes = ["a workload's floating-point operations are not counted, so no speed is known"]
+        self.traced = 0
+
+    def rows(self) -> Iterator[_Row]:
+        reach = reach_of(self.work)
+        for name, how, contexts in own_changes(reach, self.options.columns[0].gpu):
+            options: dict[str, str | int] = {"how": how} if how else {}
+            yield _Row(name, "as it is", options, lambda contexts=contexts: self._cells(reach, contexts))  # type: ignore[misc]
+
+    def _cells(self, reach: Any, contexts: tuple[Any, ...]) -> tuple[dict[int, Cell], tuple[str, ...]]:
+        self.traced += 1
+        return cells_of(
+            reach, self.options.columns, margin=self.options.margin, flops_per_sample=0.0, changes=contexts
+        )
+
+    def close(self) -> None:
+        """Nothing is kept: a workload's code may change."""
+
+
+def _of_columns(columns: Sequence[PlanGpu]) -> Iterator[str]:
+    """What holds for some of the GPUs whatever the setting."""
+    if any(one.count > 1 for one in columns):
+        yield (
+            "several GPUs: DDP, with its gradient buckets; the time to exchange gradients is not in the "
+            "speeds, and FSDP2 is not planned"
+        )
+    old = [one.gpu.name for one in columns if one.gpu.capability < _HAS_BF16]
+    if old:
+        names = ", ".join(dict.fromkeys(old))
+        yield f"{names}: no bf16 kernels before Ampere; train in fp16 with a GradScaler there"
+
+
+def _fields(setting: Setting) -> dict[str, str | int]:
+    return asdict(setting)
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

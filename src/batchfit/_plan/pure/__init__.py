@@ -1,0 +1,1 @@
+"""What a plan consists of, decided without torch."""
