@@ -34,11 +34,13 @@ from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.trace import module_classes, trace
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._engine.workload.user_errors import is_users
-from batchfit._explain.pure.holders import Peak, highest_by_phase, module_path, phase_of, short_operation
+from batchfit._explain.pure.holders import Peak, highest_moments, module_path, phase_of, short_operation
 
 _INSTALLED = ("site-packages", "dist-packages")
 _LONGEST_CODE = 100
 _LARGE_SHARE = 0.02  # of the peak
+_MOST_MOMENTS = 6
+_HIGH_MOMENT_SHARE = 0.5  # of the peak
 _Key = tuple[tuple[str, ...], str]  # a chain, and a kind
 _PROJECT_FILES = ("pyproject.toml", ".git", "setup.py")
 
@@ -82,7 +84,9 @@ class _Reader:
     def record(self, budget: tuple[int, int] | None) -> TracedRecord:
         optimizer = self._optimizer()
         self._optimizer_place = optimizer.place or optimizer.name
-        highest = highest_by_phase(self.peak)
+        highest = highest_moments(
+            self.peak, key=self._innermost, most=_MOST_MOMENTS, share=_HIGH_MOMENT_SHARE
+        )
         self._live = {block for one in highest for block in one.live}
         self._chains = self._lines_of(self._live | self._large())
         self._paths = self._modules_of(self._live)
@@ -105,7 +109,14 @@ class _Reader:
         lines, modules = (
             self._rows(one, chains, self._largest(chains)) for chains in (self._chains, self._paths)
         )
-        return PhaseMoment(phase_of(origin), origin.operation, one.size, lines, modules)
+        event = one.trace.events[one.moment]
+        line = str(self._innermost(event if event >= 0 else ~event))
+        return PhaseMoment(phase_of(origin), origin.operation, line, one.size, lines, modules)
+
+    def _innermost(self, block: int) -> str:
+        """The text of the line that made a block; empty where it has none."""
+        lines = self.peak.trace.origins[block].lines
+        return self._text(lines[-1]) if lines else ""
 
     def _lines_of(self, blocks: Iterable[int]) -> dict[int, tuple[str, ...]]:
         declared = DeclaredLines(self._models())

@@ -23,7 +23,7 @@ def moment(phase: str, size: int) -> PhaseMoment:
         HeldRow((CHAIN[0],), "temporaries", 0, "mm float32[8]"),
     )
     modules = (HeldRow(("blocks", "*", "up"), "activations", 3 * size),)
-    return PhaseMoment(phase, "aten.mm.default", 3 * size, lines, modules)
+    return PhaseMoment(phase, "aten.mm.default", CHAIN[1], 3 * size, lines, modules)
 
 
 RECORD = PeakRecord(
@@ -39,7 +39,7 @@ RECORD = PeakRecord(
 
 
 def as_rows(record: PeakRecord) -> Any:
-    return [(one.phase, one.size, sorted(one.lines), sorted(one.modules)) for one in record.moments]
+    return [(one.phase, one.line, one.size, sorted(one.lines), sorted(one.modules)) for one in record.moments]
 
 
 def test_it_is_read_back() -> None:
@@ -79,12 +79,15 @@ def broken(**changes: Any) -> str:
         (broken(batch_size="8"), "field 'batch_size' of 'w': must be a whole number, not '8'"),
         (broken(batch_size=True), "field 'batch_size'"),
         (broken(gpu=None), "field 'gpu' of 'w': must be text"),
-        (broken(peaks={}), "field 'peaks' of 'w': must have at least one phase"),
+        (broken(peaks={}), "field 'peaks' of 'w': must have at least one"),
         (
-            broken(peaks={"forward": [1]}),
-            "field 'forward' of 'w': must be a list of 1 whole numbers and a text",
+            broken(peaks={"1": {"bytes": 1}, "2": {}}),
+            "field 'phase' of 'w': must be text",
         ),
-        (broken(lines={"x": {"activations": [1, "a"]}}), "field 'activations' of 'w': must be a list of 2"),
+        (
+            broken(lines={"x": {"activations": [1, "a"]}}),
+            "field 'activations' .* must be a list of 2",
+        ),
         (broken(lines={"x": {"memory": [1, 2, "a"]}}), "field 'memory' of 'w': must be one of weights"),
         (broken(lines={"x": 1}), "field 'x' of 'w': must be an object"),
         (broken(modules={"x": {"weights": [1, 2, 3]}}), "field 'weights' of 'w': must be a list of 2"),

@@ -27,9 +27,10 @@ LOSS, MODEL, BLOCK = (
 
 
 def record(
-    *rows: HeldRow, phase: str = "backward", more: tuple[PhaseMoment, ...] = (), **fields: object
+    *rows: HeldRow, more: tuple[PhaseMoment, ...] = (), line: str = "", **fields: object
 ) -> PeakRecord:
-    moment = PhaseMoment(phase, "aten.mm.default", sum(row.size for row in rows), rows, ())
+    size = sum(row.size for row in rows)
+    moment = PhaseMoment("backward", "aten.mm.default", line, size, rows, ())
     whole = {"batch_size": 8, "card": "h200", "versions": {"torch": "2.13.0"}, **fields}
     return PeakRecord(moments=(moment, *more), **whole)  # type: ignore[arg-type]
 
@@ -92,11 +93,22 @@ def test_what_a_new_way_takes_more_is_its_change() -> None:
 
 
 def test_like_phases_are_compared() -> None:
-    forward = PhaseMoment("forward", "aten.mm.default", 9000, (row(LOSS, size=9000),), ())
+    forward = PhaseMoment("forward", "aten.mm.default", LOSS, 9000, (row(LOSS, size=9000),), ())
     before = record(row(BLOCK, size=1024), more=(forward,))
     now = record(row(BLOCK, size=20480))
     (found,) = line_changes(before, now)
     assert (found.chain, found.change) == ((BLOCK,), 19456)
+
+
+def test_the_moment_of_the_same_line_is_compared() -> None:
+    loss = PhaseMoment("backward", "aten.mm.default", LOSS, 900, (row(LOSS, size=900),), ())
+    before = record(row(BLOCK, size=1024), line=BLOCK, more=(loss,))
+    edited = LOSS.replace("y =", "z =")
+    now = record(row(edited, size=2048), line=edited)
+    (found,) = line_changes(before, now)
+    assert (found.chain, found.change) == ((edited,), 1148)
+    elsewhere = record(row(MODEL, size=2048), line=MODEL)
+    assert sum(one.change for one in line_changes(before, elsewhere)) == 1024, "the highest of the phase"
 
 
 def test_another_optimizer_is_one_change_at_its_line() -> None:

@@ -166,6 +166,7 @@ def test_the_baseline_is_the_same_on_another_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_baseline_is_the_same_in_ten_processes(tmp_path: Path) -> None:
     texts = {
         written(tmp_path / str(seed), PYTHONHASHSEED=str(seed), OMP_NUM_THREADS=str(1 + seed % 2))

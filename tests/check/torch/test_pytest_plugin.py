@@ -55,7 +55,7 @@ def run(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
     )
 
 
@@ -88,6 +88,7 @@ def test_tests_are_compared_with_their_baselines(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_baselines_are_written_by_several_workers(project: Path) -> None:
     (project / "test_it.py").write_text(TESTS)
     (project / "train.py").write_text(PROGRAM)

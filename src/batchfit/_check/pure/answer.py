@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from batchfit._check.pure.compare import (
     Difference,
     changed_causes,
+    counterpart,
     has_other_optimizer,
     line_changes,
     row_changes,
@@ -16,6 +17,7 @@ from batchfit._check.pure.limits import failures
 from batchfit._check.pure.options import CheckOptions
 from batchfit._check.pure.record import (
     PeakRecord,
+    PhaseMoment,
     SourcePlace,
     TensorMade,
     TracedRecord,
@@ -65,7 +67,7 @@ def answered(
     )
     changed = line_changes(known, now) if known is not None else []
     lines = tuple(_line_change(one, numbers) for one in changed)
-    earlier = None if known is None else known.at(now.peak.phase)
+    earlier = None if known is None else counterpart(known, now)
     return MemoryCheck(
         name=name,
         passed=not found,
@@ -134,16 +136,23 @@ def _reasons(
         code = SourcePlace.parsed(row.chain[-1]).code
         made = _made_text(TensorMade.parsed(row.of), code, row.kind)
         yield f"not before: {place_name(row.chain[-1], numbers)} makes {made}: {code}"
-    phase, earlier = now.peak.phase, known.at(now.peak.phase)
-    if earlier.phase != known.peak.phase:
+    earlier = counterpart(known, now)
+    if earlier.size != known.peak.size:
         yield (
-            f"the peak is in {phase}, and was in {known.peak.phase}: below are the changes in {phase}, whose "
-            f"highest moment was {format_bytes(earlier.size)}"
+            f"the peak is {_moment_text(now.peak, numbers)}, and was "
+            f"{_moment_text(known.peak, numbers)}: below are the changes since the like moment of the "
+            f"baseline, of {format_bytes(earlier.size)}"
         )
     if before is not None and known is not before:
         change = format_change(known.peak.size - before.peak.size, before.peak.size)
         shown = "no change" if known.peak.size == before.peak.size else change
         yield f"other versions ({_others(before, now)}): {shown}, not counted here"
+
+
+def _moment_text(moment: PhaseMoment, numbers: Mapping[str, Sequence[int]]) -> str:
+    """`in backward at losses.py:42 cross_entropy`."""
+    at = f" at {place_name(moment.line, numbers)}" if moment.line else ""
+    return f"in {moment.phase}{at}"
 
 
 def _optimizer_text(record: PeakRecord) -> str:

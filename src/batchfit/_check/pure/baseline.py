@@ -67,7 +67,7 @@ def _written(record: PeakRecord) -> dict[str, Any]:
         "gpu": record.card,
         "versions": dict(sorted(record.versions.items())),
         "batch": list(record.batch),
-        "peaks": {one.phase: [one.size, one.operation] for one in record.moments},
+        "peaks": {str(number): _head(one) for number, one in enumerate(record.moments, 1)},
         "modules": {name: _by_kind(modules[name]) for name in sorted(modules)},
         "lines": lines,
     }
@@ -80,6 +80,15 @@ def _written(record: PeakRecord) -> dict[str, Any]:
             "state_per_weight": record.optimizer.state_per_weight,
         }
     return found
+
+
+def _head(moment: PhaseMoment) -> dict[str, Any]:
+    return {
+        "bytes": moment.size,
+        "phase": moment.phase,
+        "operation": moment.operation,
+        "line": moment.line,
+    }
 
 
 def _sort(children: dict[str, Any]) -> None:
@@ -130,15 +139,16 @@ def _read(data: Any, name: str) -> PeakRecord:
 def _moments(data: dict[str, Any], name: str) -> Iterator[PhaseMoment]:
     peaks = _get(data, "peaks", dict, name)
     if not peaks:
-        raise ResultFileError(f"field 'peaks' of {name!r}: must have at least one phase")
-    heads = {phase: _checked(peaks[phase], phase, name, 1, text=True) for phase in peaks}
+        raise ResultFileError(f"field 'peaks' of {name!r}: must have at least one")
+    heads = [_get(peaks, number, dict, name) for number in peaks]
     lines = list(_rows(_get(data, "lines", dict, name), (), name, len(peaks)))
     modules = list(_module_rows(_get(data, "modules", dict, name), name, len(peaks)))
-    for number, (phase, (size, operation)) in enumerate(heads.items()):
+    for number, head in enumerate(heads):
         yield PhaseMoment(
-            phase,
-            operation,
-            size,
+            _get(head, "phase", str, name),
+            _get(head, "operation", str, name),
+            _get(head, "line", str, name),
+            _get(head, "bytes", int, name),
             tuple(HeldRow(chain, kind, held[number], held[-1]) for chain, kind, held in lines),
             tuple(HeldRow(chain, kind, held[number]) for chain, kind, held in modules),
         )

@@ -1,7 +1,7 @@
 """What has changed between two records: the fewest lines that say it, the largest change first.
 
 Rules:
-- Like is compared with like: the peak now with the highest moment of the same phase before.
+- Like is compared with like: the peak now with the moment before that the same line of that phase made high.
 - The changes add up to the change of that moment, byte for byte.
 - A line whose text was edited is the same line, if file and function are the same and the texts are alike; so
   is one that was moved to another function.
@@ -21,7 +21,14 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import final
 
-from batchfit._check.pure.record import HeldRow, OptimizerRecord, PeakRecord, SourcePlace, TensorMade
+from batchfit._check.pure.record import (
+    HeldRow,
+    OptimizerRecord,
+    PeakRecord,
+    PhaseMoment,
+    SourcePlace,
+    TensorMade,
+)
 
 _MOSTLY_NEW = 20  # times as many bytes as before, below one line
 _ALIKE_TEXT = 0.6  # of two texts of one line, before and after an edit
@@ -87,9 +94,17 @@ class _Branch:
         return max(one.before_of for one in branches)[1], max(one.now_of for one in branches)[1]
 
 
+def counterpart(before: PeakRecord, now: PeakRecord) -> PhaseMoment:
+    """The moment of the record before that the peak now is compared with."""
+    every = [row for moment in before.moments for row in moment.lines]
+    edited = edited_lines(_texts(every), _texts(now.peak.lines))
+    old = {after: text for text, after in edited.items()}
+    return before.like(now.peak, old.get(now.peak.line, now.peak.line))
+
+
 def line_changes(before: PeakRecord, now: PeakRecord) -> list[Difference]:
     """By source line."""
-    earlier, later = list(before.at(now.peak.phase).lines), list(now.peak.lines)
+    earlier, later = list(counterpart(before, now).lines), list(now.peak.lines)
     if has_other_optimizer(before.optimizer, now.optimizer):
         # Else the state of each parameter goes by the line of the parameter.
         place = now.optimizer.place or before.optimizer.place or "optimizer state"

@@ -3,8 +3,8 @@
 Rules:
 - A line goes by its file, its function and its code text, never by its number: numbers shift when lines are
   added above. Files are relative to the project, so that a record is the same wherever the project lies.
-- A record has the highest moment of each phase (forward, backward, optimizer). A change may move the peak
-  from one phase to another, and what it changed is seen only where like is compared with like.
+- A record has several high moments: the highest of each phase (forward, backward, optimizer), and those of
+  other lines. A change may move the peak, and what it changed is seen where like is compared with like.
 - Rows are a partition of a moment: their bytes add up to it. A line that makes much and holds nothing then
   has a row of 0 bytes: it may be why another one holds more.
 - What no line made (weights, optimizer state) goes by the line that declares it, where there is one.
@@ -91,10 +91,11 @@ class OptimizerRecord:
 @final
 @dataclass(frozen=True, slots=True)
 class PhaseMoment:
-    """The highest moment of a phase, and what holds it."""
+    """The highest moment of a line in a phase, and what holds it."""
 
     phase: str
     operation: str  # that made it the highest
+    line: str  # the text of the line that made it so; empty where there is none
     size: int
     lines: tuple[HeldRow, ...]
     modules: tuple[HeldRow, ...]
@@ -111,7 +112,7 @@ class PhaseMoment:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakRecord:
-    """What a baseline keeps of a step: the highest moments of its phases, in their order."""
+    """What a baseline keeps of a step: its high moments, the highest first."""
 
     batch_size: int
     card: str
@@ -127,9 +128,13 @@ class PeakRecord:
         """The highest of all."""
         return max(self.moments, key=lambda one: one.size)
 
-    def at(self, phase: str) -> PhaseMoment:
-        """The highest moment of a phase; of all, where there is no such phase."""
-        return next((one for one in self.moments if one.phase == phase), self.peak)
+    def like(self, moment: PhaseMoment, line: str) -> PhaseMoment:
+        """The moment that is most like another one, of another record, which `line` has made so.
+
+        That of the same phase and line; else the highest of the phase; else the highest of all.
+        """
+        same = [one for one in self.moments if one.phase == moment.phase]
+        return next((one for one in same if one.line == line), same[0] if same else self.peak)
 
 
 def other_versions(before: PeakRecord, now: PeakRecord) -> list[str]:

@@ -95,23 +95,31 @@ class Peak:
         )
 
 
-def highest_by_phase(peak: Peak) -> list[Peak]:
-    """The highest moment of each phase of the last step, in the order in which the phases begin.
+def highest_moments(peak: Peak, *, key: Callable[[int], object], most: int, share: float) -> list[Peak]:
+    """The highest moment of each phase of the last step, and of what else is high: the highest first.
 
-    The batch counts as forward. A block that is freed says nothing about the phase.
+    `key` says of a block what it has made high (a line): of each, and each phase, the highest moment counts,
+    if it reaches that share of the peak. There are at most so many, but one of each phase. A block that is
+    freed says nothing about the phase.
     """
     trace = peak.trace
     total = 0
-    best: dict[str, tuple[int, int]] = {}
+    best: dict[tuple[str, object], tuple[int, int]] = {}
     begin = _last_begins(trace)
     for position, event in enumerate(trace.events):
         total += grained(trace.sizes[event]) if event >= 0 else -grained(trace.sizes[~event])
-        if position >= begin and event >= 0:
-            phase = phase_of(trace.origins[event])
-            if total > best.get(phase, (-1, 0))[0]:
-                best[phase] = (total, position)
-    moments = [moment for _, moment in best.values()] or [peak.moment]
-    return [Peak(trace, moment, tuple(trace.live_after(moment + 1))) for moment in moments]
+        if position >= begin and event >= 0 and (total >= share * peak.size or not best):
+            place = phase_of(trace.origins[event]), key(event)
+            if total > best.get(place, (-1, 0))[0]:
+                best[place] = (total, position)
+    ranked = sorted(best.items(), key=lambda item: (-item[1][0], item[1][1]))
+    seen: set[str] = set()
+    moments: list[int] = []
+    for (phase, _), (_, position) in ranked:
+        if len(moments) < most or phase not in seen:
+            seen.add(phase)
+            moments.append(position)
+    return [Peak(trace, one, tuple(trace.live_after(one + 1))) for one in moments or [peak.moment]]
 
 
 def phase_of(origin: Origin) -> str:
