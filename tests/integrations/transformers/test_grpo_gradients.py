@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("trl", reason="needs trl")
 
 import trl_models as tiny  # noqa: E402
+from examples import some_slow  # noqa: E402
 
 from batchfit.errors import BatchfitError  # noqa: E402
 from batchfit.integrations.transformers import adapt  # noqa: E402
@@ -129,20 +130,24 @@ def compared(trainer: Any, batch: dict[str, Any], *, tolerance: float) -> None:
 
 @pytest.mark.parametrize("kind", LOSS_TYPES)
 def test_a_cut_batch_has_the_gradients_of_the_whole(kind: str, tmp_path: Path) -> None:
-    trainer = tiny.trainer(tmp_path, loss_type=kind, beta=0.02, precise=True)
+    trainer = tiny.trainer(tmp_path, per_device_train_batch_size=8, loss_type=kind, beta=0.02, precise=True)
     compared(trainer, batch_of(trainer, tools=True), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dapo"])
 def test_in_single_precision_too(kind: str, tmp_path: Path) -> None:
-    trainer = tiny.trainer(tmp_path, loss_type=kind, model=tiny.llama(dtype=torch.float32))
+    trainer = tiny.trainer(
+        tmp_path, per_device_train_batch_size=8, loss_type=kind, model=tiny.llama(dtype=torch.float32)
+    )
     compared(trainer, batch_of(trainer, dtype=torch.float32), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", ["bnpo", "dapo"])
+@pytest.mark.parametrize("kind", some_slow(["bnpo", "dapo"], is_slow=lambda kind: kind == "bnpo"))
 def test_so_has_one_whose_loss_has_more_terms(kind: str, variant: str, tmp_path: Path) -> None:
-    trainer = tiny.trainer(tmp_path, loss_type=kind, precise=True, **VARIANTS[variant])
+    trainer = tiny.trainer(
+        tmp_path, per_device_train_batch_size=8, loss_type=kind, precise=True, **VARIANTS[variant]
+    )
     compared(trainer, batch_of(trainer), tolerance=1e-10)
 
 
@@ -150,7 +155,7 @@ def test_so_has_one_whose_loss_has_more_terms(kind: str, variant: str, tmp_path:
     ("kind", "correction"), [("dapo", "tokens"), ("grpo", "sequences"), ("vespo", "tokens")]
 )
 def test_completions_of_vllm_keep_their_importance_ratios(kind: str, correction: str, tmp_path: Path) -> None:
-    trainer = tiny.trainer(tmp_path, loss_type=kind, precise=True)
+    trainer = tiny.trainer(tmp_path, per_device_train_batch_size=8, loss_type=kind, precise=True)
     batch = batch_of(trainer)
     trainer.use_vllm, trainer.vllm_mode = True, "server"
     trainer.vllm_importance_sampling_correction = True
@@ -163,7 +168,10 @@ def test_completions_of_vllm_keep_their_importance_ratios(kind: str, correction:
 def test_with_dropout_a_retried_batch_is_one_that_began_at_that_size(
     given: dict[str, Any], tmp_path: Path
 ) -> None:
-    trainer = adapt(tiny.trainer(tmp_path, model=tiny.llama(dropout=0.3), **given), find=False)
+    trainer = adapt(
+        tiny.trainer(tmp_path, per_device_train_batch_size=8, model=tiny.llama(dropout=0.3), **given),
+        find=False,
+    )
     trainer.current_gradient_accumulation_steps = 2
     batch = batch_of(trainer, dtype=torch.float32)
     with at_most(trainer, 3) as seen:
@@ -192,7 +200,7 @@ def test_a_loss_of_the_users_own_is_checked_before_a_batch_is_cut(tmp_path: Path
             return super().compute_loss(model, inputs, **named) + 0.01 * inputs["advantages"].mean()
 
     for kind, message in ((Mean, ""), (Compared, "neither a mean nor a sum")):
-        trainer = tiny.trainer(tmp_path, made=kind, loss_type="grpo")
+        trainer = tiny.trainer(tmp_path, per_device_train_batch_size=8, made=kind, loss_type="grpo")
         trainer.current_gradient_accumulation_steps = 2
         batch = batch_of(trainer, dtype=torch.float32)
         _, expected, _ = step(trainer, batch)
@@ -207,5 +215,5 @@ def test_a_loss_of_the_users_own_is_checked_before_a_batch_is_cut(tmp_path: Path
 
 
 def test_rloo(tmp_path: Path) -> None:
-    trainer = tiny.trainer(tmp_path, "RLOO", precise=True)
+    trainer = tiny.trainer(tmp_path, "RLOO", per_device_train_batch_size=8, precise=True)
     compared(trainer, batch_of(trainer), tolerance=1e-10)

@@ -15,12 +15,14 @@ pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("trl", reason="needs trl")
 
 import trl_models as tiny  # noqa: E402
+from examples import some_slow  # noqa: E402
 
 import batchfit  # noqa: E402
 from batchfit.errors import BatchfitError  # noqa: E402
 from batchfit.integrations.transformers import BatchfitMixin, Options, adapt  # noqa: E402
 
 KINDS = ("GRPO", "RLOO")
+MOSTLY_GRPO = some_slow(KINDS, is_slow=lambda kind: kind == "RLOO")
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
@@ -89,7 +91,7 @@ def refusing(model: Any, *, rows: int, gradients: bool, after: int = 0) -> list[
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOSTLY_GRPO)
 def test_what_fits_trains_as_without_batchfit_bit_for_bit(kind: str, tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", kind=kind)
     ours = trained(tmp_path / "ours", adapt, kind=kind)
@@ -101,7 +103,7 @@ def test_what_fits_trains_as_without_batchfit_bit_for_bit(kind: str, tmp_path: P
     assert ours.args.gradient_accumulation_steps == 2
 
 
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("after", some_slow([0, 3], is_slow=lambda after: after == 0))
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_oom_in_generation_is_survived(kind: str, after: int, tmp_path: Path) -> None:
     """Sampled with the same seed: the completions are those of the plain trainer, none twice."""
@@ -120,7 +122,7 @@ def test_an_oom_in_generation_is_survived(kind: str, after: int, tmp_path: Path)
     assert entries[0]["generation_batch_size"] == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOSTLY_GRPO)
 def test_an_oom_in_the_loss_phase_is_survived(kind: str, tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", kind=kind)
 
@@ -213,6 +215,42 @@ def test_training_that_does_not_fit_ends_as_with_enough_memory(
         assert ("out_of_memory" if phase == "loss" else "generation_out_of_memory") in names
 
 
+def test_the_peaks_that_are_found_are_those_of_training(tmp_path: Path) -> None:
+    """Of prompts of one length, and completions that end with the last token."""
+    import transformers
+    from datasets import Dataset
+
+    peaks: list[tuple[int, int]] = []
+
+    class Reading(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *given: Any, **more: Any) -> None:
+            peaks.append((self.generation, memory.peak_bytes))
+
+    reading = Reading()
+    trainer = small(
+        tmp_path, gradient_accumulation_steps=2, max_steps=2, generation_kwargs={"min_new_tokens": 12}
+    )
+    trainer.train_dataset = Dataset.from_dict({"prompt": [f"t{one} t5 t6" * 4 for one in range(2, 34)]})
+    trainer.add_callback(reading)
+    with batchfit.virtual_memory("1GiB") as memory:
+        adapt(trainer)
+        own = trainer._generate_single_turn
+
+        def generate(*given: Any, **more: Any) -> Any:
+            memory.reset_peak()
+            found = own(*given, **more)
+            reading.generation = memory.peak_bytes
+            memory.reset_peak()
+            return found
+
+        trainer._generate_single_turn = generate
+        trainer.train()
+    generation, loss = peaks[-1]  # in the first step the optimizer has no state yet
+    assert trainer.found_generation.peak_bytes == pytest.approx(generation, rel=0.02)
+    assert trainer.found.peak_bytes == pytest.approx(loss, rel=0.02)
+    assert loss > 1.1 * generation
+
+
 def test_short_batches_are_not_held_to_the_size_of_the_longest(tmp_path: Path, living_bytes: int) -> None:
     """One prompt of the dataset is long: what was found for it is the smallest size, not the largest."""
     from datasets import Dataset
@@ -263,6 +301,14 @@ def test_settings_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
     images = tiny.prompts().add_column("image", [None] * 12)
     with pytest.raises(BatchfitError, match=r"images \(image\) .*gradient_checkpointing=True"):
         adapt(tiny.trainer(tmp_path, data=images))
+
+
+def test_another_version_of_the_trainer_is_refused(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path)
+    other = {"__module__": "trl.trainer", "_generate_single_turn": lambda self, prompts: prompts}
+    trainer.__class__ = type("GRPOTrainer", (type(trainer),), other)
+    with pytest.raises(BatchfitError, match=r"as TRL 1\.16 has them.*pip install 'trl>=1\.16'"):
+        adapt(trainer)
 
 
 def test_the_mixin_alone_is_refused(tmp_path: Path) -> None:
@@ -326,8 +372,9 @@ def test_gradient_checkpointing_is_restored_after_an_oom_in_generation(tmp_path:
         {"generation_batch_size": 4, "gradient_accumulation_steps": 4},
         {"mask_truncated_completions": True, "loss_type": "bnpo"},
         {"generation_kwargs": {"do_sample": False}},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 3.0},
     ],
-    ids=["generations used twice", "generated within a step", "truncated ones masked", "greedy"],
+    ids=["generations used twice", "generated within a step", "truncated ones masked", "greedy", "entropy"],
 )
 def test_other_settings_train_the_same_with_an_oom_in_each_phase(
     given: dict[str, Any], tmp_path: Path
@@ -366,7 +413,7 @@ def test_a_reward_model_scores_in_microbatches(tmp_path: Path) -> None:
     assert "forward" not in vars(ours.reward_funcs[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOSTLY_GRPO)
 def test_lora_with_a_reference_model_trains_the_same_with_an_oom_in_each_phase(
     kind: str, tmp_path: Path
 ) -> None:

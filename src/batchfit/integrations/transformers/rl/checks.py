@@ -5,6 +5,7 @@ Rules: refused before anything runs; an error names the setting, and what to do.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any, Final
@@ -29,6 +30,12 @@ def check_generating(trainer: Any, options: Any) -> None:
     if not generates(type(trainer)):
         return
     name = next(one.__name__ for one in type(trainer).__mro__ if one.__name__ in _GENERATING)
+    turn = getattr(type(trainer), "_generate_single_turn", None)
+    if turn is None or "prompt_ids" not in inspect.signature(turn).parameters:
+        raise BatchfitError(
+            f"adapt() takes part in the phases of {name} as TRL 1.16 has them, and this one has no "
+            "_generate_single_turn(prompt_ids, ...): pip install 'trl>=1.16', or train without adapt"
+        )
     if getattr(trainer, "_batchfit_merges", False):
         raise BatchfitError(
             f"a {name} generates its batches, which BatchfitMixin alone does not know: make the trainer "

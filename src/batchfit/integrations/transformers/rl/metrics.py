@@ -22,6 +22,8 @@ from batchfit.integrations.transformers.losses import rows_of
 _BY_TOKENS = ("entropy", "kl")
 _BY_RATIO = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
+Found = dict[str, list[tuple[float, float]]]  # values and weights of microbatches, by metric
+
 
 def token_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
     """The tokens that count in the loss."""
@@ -37,16 +39,16 @@ class MicrobatchMetrics:
         self._metrics = trainer._metrics
         self._ranks = trainer.args.world_size
         self._ratios_of_tokens = getattr(trainer, "importance_sampling_level", None) == "token"
-        self._found: dict[str, list[tuple[float, float]]] = {}
+        self._found: dict[int, Found] = {}  # by batch of the optimizer step
 
     def clear(self) -> None:
         """A pass begins, or failed."""
         self._found.clear()
 
     @contextmanager
-    def collecting(self, micro: Mapping[str, Any], *, mode: str = "train") -> Iterator[None]:
+    def collecting(self, micro: Mapping[str, Any], *, batch: int) -> Iterator[None]:
         """Take what one microbatch adds to the metrics out of them."""
-        table = self._metrics[mode]
+        table, found = self._metrics["train"], self._found.setdefault(batch, {})
         before = {name: len(values) for name, values in table.items()}
         yield
         rows, tokens = float(rows_of(micro)), float(token_mask(micro).sum())
@@ -57,29 +59,25 @@ class MicrobatchMetrics:
                 del table[name]
             for value in new:
                 weight = tokens if self._is_by_tokens(name) else rows
-                self._found.setdefault(name, []).append((float(value), weight))
+                found.setdefault(name, []).append((float(value), weight))
 
     def _is_by_tokens(self, name: str) -> bool:
         return name in _BY_TOKENS or (self._ratios_of_tokens and name in _BY_RATIO)
 
-    def write(self, accelerator: Any, *, mode: str = "train") -> None:
-        """Add what was collected, as one entry of the whole batch."""
-        found = self._found
-        if self._ranks > 1:
-            found = self._of_all_ranks(accelerator)
-        for name, values in found.items():
-            self._metrics[mode][name].append(_joined(name, values))
+    def write(self, accelerator: Any) -> None:
+        """Add what was collected, as one entry of each batch."""
+        for _, mine in sorted(self._found.items()):
+            found = mine if self._ranks == 1 else self._of_all_ranks(mine, accelerator)
+            for name, values in found.items():
+                self._metrics["train"][name].append(_joined(name, values))
         self.clear()
 
-    def _of_all_ranks(self, accelerator: Any) -> dict[str, list[tuple[float, float]]]:
-        names = list(self._found)
-        mine = [
-            [_joined(name, self._found[name]), sum(weight for _, weight in self._found[name])]
-            for name in names
-        ]
-        sent = torch.tensor(mine, dtype=torch.float32, device=accelerator.device)
-        rows = accelerator.gather(sent).reshape(self._ranks, len(names), 2).tolist()
-        return {name: [(row[at][0], row[at][1]) for row in rows] for at, name in enumerate(names)}
+    def _of_all_ranks(self, mine: Found, accelerator: Any) -> Found:
+        names = list(mine)
+        rows = [[_joined(name, mine[name]), sum(weight for _, weight in mine[name])] for name in names]
+        sent = torch.tensor(rows, dtype=torch.float32, device=accelerator.device)
+        told = accelerator.gather(sent).reshape(self._ranks, len(names), 2).tolist()
+        return {name: [(row[at][0], row[at][1]) for row in told] for at, name in enumerate(names)}
 
 
 def _joined(name: str, values: list[tuple[float, float]]) -> float:

@@ -47,7 +47,7 @@ class GenerationMixin(BatchfitMixin):
         step = LossStep(self, phases_of(self))
         with step.open():
             self._batchfit_own_step(model, inputs, num_items_in_batch)
-        return step.report.loss
+        return step.loss
 
     def compute_loss(self: Any, model: nn.Module, inputs: Any, *given: Any, **named: Any) -> Any:
         own = super().compute_loss  # type: ignore[misc]

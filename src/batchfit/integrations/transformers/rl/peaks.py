@@ -23,7 +23,7 @@ import torch
 import batchfit
 from batchfit.integrations.transformers.rl.checks import unguarded_generation
 from batchfit.integrations.transformers.rl.generation import keeping_checkpointing
-from batchfit.integrations.transformers.rl.loss_phase import run_loss
+from batchfit.integrations.transformers.rl.loss_phase import HeldBatch, run_loss
 from batchfit.integrations.transformers.rl.metrics import on_this_rank
 from batchfit.integrations.transformers.rl.phases import phases_of
 
@@ -42,6 +42,9 @@ def find_peaks(
     if prompt is None:
         log.info("no search before training: the longest prompt is not known; sizes are learned")
         return
+    # Completions of the last generation are there while the next one is made, and while they are trained on.
+    generated = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    buffered = longest_batch(trainer, prompt, generated)
     run.searches = True
     try:
         if unguarded_generation(trainer) is None:
@@ -49,6 +52,7 @@ def find_peaks(
         run.fit = _find_loss(trainer, model, optimizer, prompt, compute)
     finally:
         run.searches = False
+        del buffered
     run.microbatch_size = run.fit.batch_size
     entry = {"microbatch_size": run.microbatch_size}
     elapsed_s = run.fit.elapsed_s
@@ -168,7 +172,7 @@ def _learn_longest(trainer: Any, model: Any, batch: dict[str, torch.Tensor], com
     def once(batch_size: int) -> None:
         model.train()
         model.zero_grad()
-        run_loss(trainer, phases, model, batch, lambda micro: compute(model, dict(micro)), 1.0)
+        run_loss(trainer, phases, model, [HeldBatch(batch, lambda micro: compute(model, micro), 1.0)])
         model.zero_grad()
 
     state = [model, trainer.state, trainer.control, *trainer._batchfit.options.state]

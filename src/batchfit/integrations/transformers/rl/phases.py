@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 import batchfit
-from batchfit.integrations.transformers.rl.loss_phase import LossStep, is_known_loss
+from batchfit.integrations.transformers.rl.loss_phase import HeldBatch, LossStep, is_known_loss
 from batchfit.integrations.transformers.rl.metrics import MicrobatchMetrics
 
 _ADVICE = {  # for users of a trainer whose own loss is not one of TRL's
@@ -30,6 +30,7 @@ class Phases:
     def __init__(self, trainer: Any) -> None:
         self.metrics = MicrobatchMetrics(trainer)
         self.step: LossStep | None = None  # the training step that is running
+        self.held: list[HeldBatch] = []  # batches that wait for the last one of their optimizer step
         self.replayed: Mapping[str, torch.Tensor] | None = None  # log-probabilities that are there already
         self._options = trainer._batchfit.options
         self._loss: Any = None
@@ -39,10 +40,13 @@ class Phases:
         """The Microbatcher of the loss phase."""
         run, options = trainer._batchfit, self._options
         if self._loss is None:
+            most = trainer.args.per_device_train_batch_size  # as many at once as without batchfit
+            if run.microbatch_size is not None and not run.is_ragged:
+                most = min(most, run.microbatch_size)
             self._loss = batchfit.Microbatcher(
                 model,
                 reduction="sum",
-                microbatch_size=None if run.is_ragged else run.microbatch_size,
+                microbatch_size=most,
                 budget=options.budget,
                 sync=options.sync,
                 # The loss of a group of completions is near zero, so that a check of few says little.
