@@ -301,21 +301,33 @@ def measure_programs(names: list[str]) -> Results:
 
 
 def page(found: Results) -> str:
-    """The results as text."""
-    lines = ["# What a search in a program costs", "", f"{made_by(found['about'])}. {IN_TURN}", ""]
-    step, start, search = found["step"], found["start"], found["search"]
-    lines += [
+    """The results as text: the parts that were measured."""
+    lines = ["# What a search in a program costs", "", f"{made_by(found['about'])}. {IN_TURN}"]
+    for part, said in (
+        ("step", _of_steps),
+        ("start", _of_starts),
+        ("search", _of_searches),
+        ("programs", _of_programs),
+    ):
+        if part in found:
+            lines += ["", *said(found[part])]
+    return "\n".join(lines) + "\n"
+
+
+def _of_steps(step: Results) -> list[str]:
+    lines = [
         f"## A step: blocks of {step['block']} steps, {step['rounds']} rounds",
         "",
-        "| way | ms per step, median | least | ratio to no probe |",
+        "| way | CPU ms per step, median | least | ratio to no probe |",
         "|---|---|---|---|",
     ]
     for name, ms in step["step_ms"].items():
         lines.append(f"| {name} | {ms:.2f} | {step['least_ms'][name]:.2f} | {step['ratio'][name]:.4f} |")
-    lines += [
-        "",
-        "Virtual memory is what limits a program on a CPU; on a GPU the allocator does.",
-        "",
+    return [*lines, "", "Virtual memory is what limits a program on a CPU; on a GPU the allocator does."]
+
+
+def _of_starts(start: Results) -> list[str]:
+    lines = [
         f"## A start, {start['rounds']} rounds",
         "",
         "| process | CPU ms, median | more with the probe |",
@@ -323,8 +335,11 @@ def page(found: Results) -> str:
     ]
     for name, more in start["more_ms"].items():
         lines.append(f"| {name} | {start['cpu_ms'][name]:.0f} | {more:.0f} |")
-    lines += [
-        "",
+    return lines
+
+
+def _of_searches(search: Results) -> list[str]:
+    lines = [
         f"## A program that takes {search['sleep_s']} s to start, {search['budget']} of virtual memory",
         "",
         "| way | answer | starts | seconds | sizes |",
@@ -333,18 +348,15 @@ def page(found: Results) -> str:
     for name, one in search["ways"].items():
         sizes = ", ".join(map(str, one["sizes"]))
         lines.append(f"| {name} | {one['answer']} | {one['starts']} | {one['seconds']:.0f} | {sizes} |")
-    lines += [
+    return [
+        *lines,
         "",
         "The answers of batchfit took 25 steps; Accelerate's rule ends with the first size that takes three.",
         "The last row is another program: one that was changed starts once, whatever it tries.",
-        "",
-        *_of_programs(found["programs"]),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _of_programs(found: Results) -> list[str]:
-    """Programs by command and as workloads, as lines."""
     lines = [
         "## Programs that nobody adapted",
         "",

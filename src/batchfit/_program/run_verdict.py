@@ -5,6 +5,8 @@ Rules:
   step. Every other failure is the program's own, with its last lines.
 - What is ambiguous (an error of a library, a kill of one process, a run without a step) counts as too big
   only where a smaller size ran.
+- Where a smaller size ran and this one took no step, an error such as a loop without an iteration leaves
+  (a loss that was never set, a mean over nothing) says that the program has too few samples.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ from collections.abc import Sequence
 from batchfit._engine.trial.in_children import ending_text
 from batchfit._program.followed_run import FollowedRun
 from batchfit._program.pure.template import CommandTemplate
+from batchfit._program.rank_reports import ProgramFailure
 from batchfit.errors import ProgramError
 from batchfit.results import Outcome, Trial
 
 _ASKS = "the program asks for input, and a probe has none"
+_FEW_SAMPLES = "has it fewer samples than the batch?"
+_OF_NO_BATCH = frozenset(
+    {"UnboundLocalError", "NameError", "ZeroDivisionError", "IndexError", "ValueError", "AssertionError"}
+)
 
 
 def trial_of(followed: FollowedRun, template: CommandTemplate, *, ran: Sequence[int]) -> Trial:
@@ -43,6 +50,8 @@ class _Verdict:
         failure = reports.failure
         if failure is not None and failure.outcome is not None and (failure.is_certain or self._smaller_ran):
             return self._made(failure.outcome)
+        if failure is not None and self._has_no_batch(failure):
+            return self._made("too_large", f"{failure.text}: {_FEW_SAMPLES}")
         if failure is not None and not (failure.lost and reports.died):
             raise self._error(_ASKS if failure.kind == "EOFError" else f"the program raised {failure.text}")
         if followed.hung:
@@ -52,15 +61,19 @@ class _Verdict:
         if followed.code or reports.died:
             return self._died(followed.code or 0)
         if self._smaller_ran:
-            text = "the program ended without a step: has it fewer samples than the batch?"
-            return self._made("too_large", text)
+            return self._made("too_large", f"the program ended without a step: {_FEW_SAMPLES}")
         raise self._error("the program ended before its first step")
+
+    def _has_no_batch(self, failure: ProgramFailure) -> bool:
+        return self._smaller_ran and not self._reports.steps_run and failure.kind in _OF_NO_BATCH
 
     def _died(self, code: int) -> Trial:
         """A program that ended with a code, or by a signal, and said nothing about it."""
         reports = self._reports
         code = 128 - code if code > 128 else code  # as a shell says it: 137 is SIGKILL
         handled = reports.handled
+        if handled is not None and self._has_no_batch(handled):
+            return self._made("too_large", f"{handled.text}: {_FEW_SAMPLES}")
         if handled is not None and code != -9:
             if handled.outcome is None or (handled.ambiguous and not self._smaller_ran):
                 raise self._error(f"the program raised {handled.text}")

@@ -249,7 +249,7 @@ for epoch in range(9):
     with pytest.raises(TooFewSamplesError, match="64 at most"):
         program.trace(1000, steps=2)
     assert predict_program(program, PredictOptions(gpu=GPU.name, max_size=100_000)).batch_size == 100_000
-    assert program.most_size == 64
+    assert (program.most_size, program.samples) == (64, 64)
 
 
 @pytest.mark.parametrize(

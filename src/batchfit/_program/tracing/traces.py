@@ -130,6 +130,7 @@ class ProgramTraces:
     def _note_use(self, reports: Reports, size: int, *, peak_bytes: int | None) -> None:
         largest = note_use(self._uses, replace(reports.use(size), peak_bytes=peak_bytes))
         if largest is not None:
+            self.samples = self.samples or largest
             raise TooFewSamplesError(largest)
 
     # --- one run
