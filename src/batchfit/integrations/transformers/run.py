@@ -14,7 +14,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -419,14 +419,11 @@ class TrainerRun:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, an OOM that ends the training leaves a memory snapshot, if that was asked for."""
-        if self.options.record_oom is None:
+        with ExitStack() as stack:
+            if self.options.record_oom is not None:
+                self.recorder = stack.enter_context(batchfit.record_oom(self.options.record_oom))
+                stack.callback(setattr, self, "recorder", None)
             yield
-            return
-        with batchfit.record_oom(self.options.record_oom) as self.recorder:
-            try:
-                yield
-            finally:
-                self.recorder = None
 
     def end(self) -> None:
         """Drop the state of a training that has ended or failed."""
