@@ -69,6 +69,10 @@ def _text(folder: Path) -> None:
     (folder / "train.txt").write_text("To be, or not to be, that is the question. " * 6000)
 
 
+def _lit(folder: Path) -> None:
+    shutil.copy(PROGRAMS / "lit.py", folder)
+
+
 def _chat(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -166,6 +170,7 @@ MORE = (
         "lit_cli",
         ("python", "lit_cli.py", "fit", "--data.batch_size", "{}"),
         "14MiB",
+        prepare=_lit,
         needs=("lightning", "jsonargparse"),
     ),
 )
