@@ -1,6 +1,6 @@
 """The reference is complete: what is public has a sentence and a page; generated pages have all of it.
 
-Integrations: tests/integrations/test_integrations_reference.py.
+Integrations: tests/test_integrations_reference.py.
 """
 
 from __future__ import annotations

@@ -134,9 +134,28 @@ def test_a_version_with_a_result_is_run_again_only_when_it_is_named(tmp_path: Pa
         versions.chosen(["2.3"], found)
 
 
+def test_the_parts_of_a_run_that_was_cut_off_are_stored_and_the_others_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "FOLDER", tmp_path)
+    monkeypatch.setattr(versions, "doctor", lambda *_: DOCTOR)
+    monkeypatch.setattr(versions, "installed", lambda _: {"peft": "0.21.2"})
+    row = versions.ROWS[2]
+    with pytest.raises(SystemExit, match=rf"has ended with torch {re.escape(row.name)}:"):
+        versions.ended(row)
+    parts = {name: READ | {"seconds": 60} for name in ("pure", "torch, a to l")}
+    (tmp_path / row.name).mkdir()
+    (tmp_path / row.name / "parts.json").write_text(json.dumps({"source": "abc", "parts": parts}))
+    found = {row.name: versions.ended(row)}
+    assert (found[row.name]["source"], found[row.name]["parts"]) == ("abc", parts)
+    assert "**not run: integrations, ranks, torch, m to z**" in versions_page.page(found)
+    assert row in versions.chosen([], found)
+
+
 def test_the_parts_are_all_of_make_test() -> None:
     """Every file of tests is in one part, the pure ones with torch blocked."""
     parts = versions.parts(ROOT)
+    assert tuple(parts) == versions_page.PARTS
     every = {path.relative_to(ROOT) for path in ROOT.glob("tests/**/test_*.py")}
     seen: list[Path] = []
     for asked in parts.values():
@@ -180,7 +199,17 @@ def test_tests_that_were_run_again_are_counted_once() -> None:
     assert after["again"] == [{"source": "abcdef", "date": "2026-11-19", "tests": 2}]
     assert after["parts"]["pure"] == before["parts"]["pure"]
     assert after["parts"]["torch"] == {"passed": 3, "failed": [], "skipped": {"needs gpu": 4}, "seconds": 65}
-    assert "0123456789; 2 again at abcdef" in versions_page.page({"2.15": after})
+    assert "0123456789; 2 again at abcdef |" in versions_page.page({"2.15": after})
+    after = versions.run_again(before, about, {"torch": again}, ["tests/a.py::test_two"])
+    assert "2 again at abcdef, 1 of them no longer there" in versions_page.page({"2.15": after})
+
+
+def test_a_failed_test_that_a_later_commit_lacks_is_known(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("def test_one(): ...\n")
+    (tmp_path / "test_b.py").write_text("import none_such\n")
+    asked = ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_one", "test_b.py"]
+    found = versions.gone(asked, pure=False, venv=Path(sys.executable).parents[1], source=tmp_path)
+    assert found == ["test_a.py::test_two"]
 
 
 def test_a_run_that_was_cut_off_goes_on_with_the_next_part(tmp_path: Path) -> None:

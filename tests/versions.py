@@ -4,6 +4,7 @@
     python tests/versions.py run --torch 2.15     # one of them, whether it has a result or not
     python tests/versions.py run --torch 2.15 --failed          # only the tests that failed there
     python tests/versions.py run --torch 2.15 --environment DIR # in an environment that is there already
+    python tests/versions.py ended --torch 2.15                 # of a run that was cut off: parts that ended
     python tests/versions.py add REPORT.xml --doctor doctor.json --commit C --machine "one H200"
     python tests/versions.py page                 # the page again, of the stored results
 
@@ -51,6 +52,7 @@ TORCHTUNE = {"torchtune": "0.6.1", "torchao": "0.10.0"}
 STACK = ("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao")
 _MOST_SECONDS = 3 * 3600
 Results = dict[str, Any]
+NOTHING: Results = {"passed": 0, "failed": [], "skipped": {}, "seconds": 0}
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,17 @@ def address(test: str, source: Path) -> str:
     return "::".join([str(path.with_suffix(".py")), *inner])
 
 
+def gone(tests: Sequence[str], *, pure: bool, venv: Path, source: Path) -> list[str]:
+    """Those that this commit no longer has. A file that cannot be imported is there."""
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    command = [environments.python_of(venv), "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    variables = environments.environment() | ({"BATCHFIT_BLOCK_TORCH": "1"} if pure else {})
+    said = subprocess.run([*command, *files], cwd=source, env=variables, capture_output=True, text=True)
+    found = set(said.stdout.splitlines())
+    collected = {line.partition("::")[0] for line in found if "::" in line}
+    return [test for test in tests if test not in found and test.partition("::")[0] in collected]
+
+
 def merged(before: Results, again: Results) -> Results:
     """A part whose failed tests were run again: what they gave now, beside the others."""
     skipped = Counter(before["skipped"]) + Counter(again["skipped"])
@@ -282,16 +295,39 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, a
         else:
             failed = {name: part["failed"] for name, part in before["parts"].items() if part["failed"]}
             tests = {name: [address(one["test"], source) for one in ours] for name, ours in failed.items()}
-            done = {name: run(ours, pure=name == "pure") for name, ours in tests.items()}
+            look = partial(gone, venv=venv, source=source)
+            left_out = {name: look(ours, pure=name == "pure") for name, ours in tests.items()}
+            tests = {name: [one for one in ours if one not in left_out[name]] for name, ours in tests.items()}
+            done = {name: run(ours, pure=name == "pure") if ours else NOTHING for name, ours in tests.items()}
+            for name, ours in tests.items():
+                if counted(done[name]) < len(ours):
+                    raise SystemExit(f"pytest ran {counted(done[name])} of {len(ours)} tests of {name}")
     except BaseException:
         keep = True  # parts that ended are not run again
         raise
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-    about = {"date": today(), "source": commit, "machine": f"{os.cpu_count()} cores, no GPU"}
+    about = about_this_machine(commit)
     about |= described(said, beside) | ({} if taken_mib is None else {"install_mib": round(taken_mib)})
-    return {**about, "parts": done} if before is None else run_again(before, about, done)
+    if before is None:
+        return {**about, "parts": done}
+    return run_again(before, about, done, [one for ours in left_out.values() for one in ours])
+
+
+def about_this_machine(commit: str) -> Results:
+    return {"date": today(), "source": commit, "machine": f"{os.cpu_count()} cores, no GPU"}
+
+
+def ended(row: Row) -> Results:
+    """Of a run of that row that was cut off, or goes on: the parts that ended. The page names the others."""
+    folder = FOLDER / row.name
+    begun = folder / "parts.json"
+    if not begun.exists():
+        raise SystemExit(f"no part of the tests has ended with torch {row.name}: {begun} is not there")
+    kept, venv = json.loads(begun.read_text(encoding="utf-8")), folder / "venv"
+    known = described(doctor(venv, folder), installed(venv))
+    return {**about_this_machine(kept["source"]), **known, "parts": kept["parts"]}
 
 
 def copied(folder: Path) -> Path:
@@ -318,19 +354,31 @@ def run_parts(
     return done
 
 
-def run_again(before: Results, about: Results, again: dict[str, Results]) -> Results:
-    """A stored result in which failed tests were run again, on another commit: both are named."""
+def counted(part: Results) -> int:
+    """How many tests a part has."""
+    return int(part["passed"]) + len(part["failed"]) + sum(part["skipped"].values())
+
+
+def run_again(
+    before: Results, about: Results, again: dict[str, Results], left_out: Sequence[str] = ()
+) -> Results:
+    """A stored result in which failed tests were run again, on another commit: both are named.
+
+    `left_out` are those that the later commit no longer has.
+    """
     tests = sum(len(before["parts"][part]["failed"]) for part in again)
     new = {
         part: merged(found, again[part]) if part in again else found
         for part, found in before["parts"].items()
     }
-    earlier = [*before.get("again", []), {"source": about["source"], "date": about["date"], "tests": tests}]
+    run = {"source": about["source"], "date": about["date"], "tests": tests}
+    if left_out:
+        run["gone"] = sorted(left_out)
     return {
         **before,
         **{name: about[name] for name in ("limits", "libraries")},
         "parts": new,
-        "again": earlier,
+        "again": [*before.get("again", []), run],
     }
 
 
@@ -394,7 +442,8 @@ def chosen(named: Sequence[str], found: dict[str, Results], *, again: bool = Fal
     unknown = set(named) - {row.name for row in ROWS}
     if unknown:
         raise SystemExit(f"--torch must be one of {', '.join(row.name for row in ROWS)}, not {unknown.pop()}")
-    return [row for row in ROWS if (row.name in named if named else again or row.name not in found)]
+    whole = {name for name, result in found.items() if not versions_page.not_run(result)}
+    return [row for row in ROWS if (row.name in named if named else again or row.name not in whole)]
 
 
 def run(given: argparse.Namespace) -> int:
@@ -433,6 +482,8 @@ def parser() -> argparse.ArgumentParser:
     )
     running.add_argument("--keep", action="store_true", help="leave the last environment and its logs")
     running.add_argument("-n", "--processes", type=int, default=2)
+    ending = commands.add_parser("ended", help="store the parts that ended of a run that was cut off")
+    ending.add_argument("--torch", required=True, choices=[row.name for row in ROWS])
     adding = commands.add_parser("add", help="store reports that pytest wrote on another machine")
     adding.add_argument("reports", nargs="+", type=Path, metavar="REPORT.xml")
     adding.add_argument(
@@ -449,6 +500,8 @@ def main() -> int:
     given = parser().parse_args()
     if given.command == "run":
         return run(given)
+    if given.command == "ended":
+        store(given.torch, ended(next(row for row in ROWS if row.name == given.torch)))
     if given.command == "add":
         said = json.loads(given.doctor.read_text(encoding="utf-8"))
         result = from_elsewhere(

@@ -17,6 +17,7 @@ LIBRARIES = (
     *("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao"),
     *("pydantic", "typer", "rich", "matplotlib", "numpy", "pandas"),
 )
+PARTS = ("pure", "integrations", "ranks", "torch, a to l", "torch, m to z")
 _OPENING = """\
 # Compatibility
 
@@ -66,6 +67,12 @@ def totals(result: Results) -> tuple[int, list[dict[str, str]], Counter[str]]:
     return sum(part["passed"] for part in parts), [one for part in parts for one in part["failed"]], skipped
 
 
+def not_run(result: Results) -> list[str]:
+    """The parts of the tests that did not end; of reports from another machine the parts are not known."""
+    ours = set(result["parts"]) <= set(PARTS)
+    return [part for part in PARTS if ours and part not in result["parts"]]
+
+
 def page(found: Mapping[str, Results]) -> str:
     """The whole page."""
     lines = [*_OPENING.splitlines(), "", *_short(found), "", *_limits(found), "", *_PREDICTIONS.splitlines()]
@@ -81,6 +88,8 @@ def _short(found: Mapping[str, Results]) -> list[str]:
         limits = result["limits"]
         counts = Counter(one["state"] for one in limits)
         said = ", ".join(f"{counts[state]} {text}" for state, text in _STATES.items() if counts[state])
+        if missing := not_run(result):
+            said = "; ".join([*([said] if said else []), f"**not run: {', '.join(missing)}**"])
         lines.append(f"| {name} | {passed:,} | {len(failed)} | {skipped.total()} | {said or 'nothing'} |")
     return lines
 
@@ -114,7 +123,7 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
     lines += ["| torch | date | commit | Python | machine | tests took |", "|---|---|---|---|---|---:|"]
     for result in found.values():
         minutes = sum(part["seconds"] for part in result["parts"].values()) / 60
-        again = "".join(f"; {one['tests']} again at {one['source']}" for one in result.get("again", ()))
+        again = "".join(map(_again, result.get("again", ())))
         lines.append(
             f"| {result['torch']} | {result['date']} | {result['source']}{again} | {result['python']} "
             f"| {_cell(result['machine'])} | {minutes:.0f} min |"
@@ -141,6 +150,12 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
             lines += ["", f"### Failed with torch {name}", ""]
             lines += [f"- `{one['test']}`: {_cell(one['why'])}" for one in failed]
     return lines
+
+
+def _again(run: Results) -> str:
+    """That failed tests were run again, and how many of them a later commit no longer has."""
+    gone = f", {len(run['gone'])} of them no longer there" if run.get("gone") else ""
+    return f"; {run['tests']} again at {run['source']}{gone}"
 
 
 def _any_torch(skipped: Counter[str], torch: str) -> Counter[str]:

@@ -162,7 +162,7 @@ def test_a_4bit_product_makes_the_whole_weight() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("QLoRA nf4", "bitsandbytes' Linear4bit: what their kernels"),
+        ("QLoRA nf4", "bitsandbytes' Linear4bit: their kernels'"),
         ("torchao AdamW8bit", "torchao's AdamW8bit: its step is compiled"),
         ("torchao int8 weight-only, LoRA", "Int8Tensor: traced through"),
         ("bitsandbytes PagedAdamW8bit", "paged optimizer state: managed"),

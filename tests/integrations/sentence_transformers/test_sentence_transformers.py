@@ -146,6 +146,9 @@ def trained(
 def test_a_batch_in_microbatches_has_the_loss_of_the_batch(
     name: str, loss: Make, data: dict[str, Any], tmp_path: Path
 ) -> None:
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if name == "CosineSimilarity" and release < (2, 12):
+        pytest.skip("mse_loss of torch 2.11 and before has no backward for fp64 outputs and fp32 labels")
     whole, plain = trained(tmp_path, loss, data, size=None)
     found, mean = trained(tmp_path, loss, data, size=5)
     assert mean == pytest.approx(plain, rel=1e-6)

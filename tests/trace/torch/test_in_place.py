@@ -200,6 +200,9 @@ STEPS = [residual, branches, expanded, same_twice, tied, viewed, cut, joined, ag
 STEPS += [viewed_first, spread_first, kept, hook_that_adds, own_arithmetic, decomposed, again_reentrant]
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Warning. Profiler clears events:UserWarning"
+)  # torch 2.11, once a process
 @pytest.mark.parametrize("step", STEPS, ids=lambda one: one.__name__)
 def test_gradients_are_added_where_a_real_run_adds_them(step: Step) -> None:
     check(step)

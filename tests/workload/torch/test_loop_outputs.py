@@ -88,6 +88,9 @@ def test_outputs_are_caught(make: Callable[[], nn.Module]) -> None:
     assert caught(make()).shape == (6, 4)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Using `torch.compile.module.` when there are global hooks:UserWarning"
+)  # 2.11
 def test_outputs_are_caught_outside_of_what_is_compiled() -> None:
     """No graph more than without us; a loss that is compiled as a whole has no outputs to keep."""
     for compiled in ("wrapper", "in place", "loss"):
