@@ -31,6 +31,7 @@ _EXPORTS = {
     "Plan": "batchfit.results",
     "Prediction": "batchfit.results",
     "OomExplanation": "batchfit.results",
+    "OomRecorder": "batchfit._why.record",
     "ScheduleEvent": "batchfit._schedule.pure.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader.loader",
@@ -52,6 +53,7 @@ _EXPORTS = {
     "plan": "batchfit._plan.plan",
     "predict_batch_size": "batchfit._predict.predict",
     "profile_throughput": "batchfit._profile.profile",
+    "record_oom": "batchfit._why.record",
     "report": "batchfit._report.report",
     "run_largest": "batchfit._rerun.run_largest",
     "sweep": "batchfit._sweep.sweep",
@@ -77,6 +79,7 @@ __all__ = [
     "MilestoneBatchSizeConfig",
     "NoiseBatchSizeConfig",
     "OomExplanation",
+    "OomRecorder",
     "Plan",
     "Prediction",
     "ResizableLoader",
@@ -100,6 +103,7 @@ __all__ = [
     "plan",
     "predict_batch_size",
     "profile_throughput",
+    "record_oom",
     "report",
     "run_largest",
     "sweep",
@@ -130,6 +134,7 @@ if TYPE_CHECKING:
     from batchfit._schedule.scheduler import BatchSizeScheduler
     from batchfit._sweep.pure.events import SweepEvent
     from batchfit._sweep.sweep import sweep
+    from batchfit._why.record import OomRecorder, record_oom
     from batchfit._why.why import explain_oom
     from batchfit.results import (
         FitResult,

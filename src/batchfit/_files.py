@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from batchfit.errors import ResultFileError
 
@@ -23,14 +24,22 @@ _POLL_S = 0.02  # how often a lock that others have is asked for
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part."""
+    with atomic_stream(path) as stream:
+        stream.write(text.encode("utf-8"))
+
+
+@contextlib.contextmanager
+def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
+    """A stream whose bytes are the file when it is closed, whole; after an error the file is the old one."""
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a pipe or a device: nothing to put in its place
+        with path.open("wb") as stream:  # a pipe or a device: nothing to put in its place
+            yield stream
         return
     real = path.resolve()
     draft = real.with_name(f".{real.name}.{os.getpid()}.part")
     try:
-        with draft.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with draft.open("wb") as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(real)

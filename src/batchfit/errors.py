@@ -25,8 +25,10 @@ user's own code comes out unchanged, with the batch size added as a note.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
+
+_LOOK_FURTHER = 'More: batchfit.record_oom("oom.pickle"), then batchfit why oom.pickle.'
 
 
 class BatchfitError(Exception):
@@ -37,6 +39,16 @@ _NO_BATCH_HELPS = (
     "Fewer or shorter samples do not help: keep the weights in bf16, freeze most of them (LoRA), shard them "
     "(FSDP), use an optimizer with less state (Adafactor, 8-bit Adam, SGD), or take a larger GPU."
 )
+
+
+def _most_of(holders: Sequence[tuple[str, int]]) -> str:
+    """Who holds the most, as a sentence of an error, and the command that shows more."""
+    from batchfit._units import format_bytes
+
+    if not holders:
+        return ""
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in holders)
+    return f" Most of what stays: {listed}. {_LOOK_FURTHER}"
 
 
 def _needs(budget_bytes: int, peak_bytes: int | None, detail: str) -> str:
@@ -66,6 +78,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
         state_bytes: bytes of weights, gradients and optimizer state; None where they are not known.
         phase: the phase of the OOM ("optimizer"); None where it is not known.
         detail: the text of the OOM.
+        holders: what holds the most of the memory that stays, with its bytes; empty where it is not known.
     """
 
     def __init__(
@@ -79,6 +92,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
         phase: str | None = None,
         detail: str = "",
         advice: str = "",
+        holders: Sequence[tuple[str, int]] = (),
     ) -> None:
         from batchfit._units import format_bytes
 
@@ -89,6 +103,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
         self.state_bytes = state_bytes
         self.phase = phase
         self.detail = detail
+        self.holders = tuple(holders)
         if state_bytes is not None and state_bytes > budget_bytes:
             alone = "Weights alone, in training with gradients and optimizer state, take at least"
             advice = f"{alone} {format_bytes(state_bytes)}. {_NO_BATCH_HELPS}"
@@ -101,7 +116,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
             advice = f"Allow a smaller size than {size} (min_size, multiple_of), or shrink the model."
         needs = _needs(budget_bytes, peak_bytes, detail)
         text = f"a batch of {size} does not fit on {device} ({needs}). {advice}"
-        super().__init__(f"{text} ({detail})" if detail else text)
+        super().__init__(f"{text}{_most_of(self.holders)}" + (f" ({detail})" if detail else ""))
 
 
 class SearchStoppedError(BatchfitError):
@@ -129,6 +144,7 @@ class StepInterruptedError(BatchfitError):
             kernels leave no trace.
         parameters: how many parameters that optimizer has.
         detail: the text of the OOM.
+        holders: what holds the most of the memory, with its bytes; empty where it is not known.
     """
 
     def __init__(
@@ -140,6 +156,7 @@ class StepInterruptedError(BatchfitError):
         moved: Iterable[str] = (),
         parameters: int = 0,
         detail: str = "",
+        holders: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.phase = phase
         self.optimizers = tuple(optimizers)
@@ -147,12 +164,13 @@ class StepInterruptedError(BatchfitError):
         self.moved = tuple(moved)
         self.parameters = parameters
         self.detail = detail
+        self.holders = tuple(holders)
         text = {
             "gradients": self._gradients,
             "parameters": self._parameters,
             "scaler": self._scaler,
         }[phase]()
-        super().__init__(f"{text} ({detail})" if detail else text)
+        super().__init__(f"{text}{_most_of(self.holders)}" + (f" ({detail})" if detail else ""))
 
     def _gradients(self) -> str:
         return (

@@ -41,10 +41,11 @@ def oom_lines(why: OomExplanation, *, width: int = WIDTH, plain: bool = False) -
 def oom_headline(why: OomExplanation) -> str:
     """`out of memory in forward: 72.0 MiB at train.py:38 forward; long batch`."""
     where = f" of rank {why.rank}" if why.rank is not None else ""
+    device = "virtual memory" if why.is_virtual else f"GPU {why.device}"
     if why.requested_bytes is None:
-        return f"{format_bytes(why.live_bytes)} live on GPU {why.device}{where}; no OOM in this snapshot"
+        return f"{format_bytes(why.live_bytes)} live on {device}{where}; no OOM in this snapshot"
     phase = f" in {why.phase}" if why.phase else ""
-    text = f"out of memory on GPU {why.device}{where}{phase}: {format_bytes(why.requested_bytes)} at "
+    text = f"out of memory on {device}{where}{phase}: {format_bytes(why.requested_bytes)} at "
     text += why.requested_at
     return f"{text}; {', '.join(one.name for one in why.causes)}" if why.causes else text
 
@@ -55,16 +56,21 @@ def memory_facts(why: OomExplanation) -> list[tuple[str, str]]:
     if why.total_bytes is not None:
         live += f" of {format_bytes(why.total_bytes)}"
     found = [("live", live)]
+    if why.is_virtual:
+        live = f"{format_bytes(why.live_bytes)} of {format_bytes(why.total_bytes or why.reserved_bytes)}"
+        found = [("live", live)]
     unused = f"{format_bytes(why.fragmented_bytes)} in inactive split blocks (fragmentation)"
     if why.largest_free_bytes:
         unused += f", the largest {format_bytes(why.largest_free_bytes)}"
-    found.append(("not live", f"{unused}; {format_bytes(why.cached_bytes)} cached"))
+    if not why.is_virtual:
+        found.append(("not live", f"{unused}; {format_bytes(why.cached_bytes)} cached"))
     if why.awaiting_bytes:
         found.append(("awaiting", f"{format_bytes(why.awaiting_bytes)} freed, still in use by a stream"))
     if why.outside_bytes is not None:
         found.append(("outside", f"{format_bytes(why.outside_bytes)} held outside this process's allocator"))
     if why.free_bytes is not None:
-        found.append(("free", f"{format_bytes(why.free_bytes)} on the GPU{_capped(why)}"))
+        on = "" if why.is_virtual else f" on the GPU{_capped(why)}"
+        found.append(("free", f"{format_bytes(why.free_bytes)}{on}"))
     if why.short_bytes:
         most = "at most " if why.short_is_most else ""
         found.append(("short by", f"{most}{format_bytes(why.short_bytes)} for this request"))

@@ -176,9 +176,9 @@ PLAN_HELP = f"""\
 Show which settings of a model fit on which GPU, before anybody rents one.
 
 Rows are settings (full, LoRA, QLoRA; checkpointing; optimizers), columns are
-GPUs, cells the largest microbatch per GPU with its peak, and how fast it would
-be beside the best row. Nothing is downloaded or run: the model is built from its
-configuration, without memory, and traced.
+GPUs, cells the largest microbatch per GPU with its peak, and how fast it
+would be beside the best row. Nothing is downloaded or run: the model is built
+from its configuration, without memory, and traced.
 
 Examples:
   batchfit plan Qwen/Qwen3-8B --gpu rtx4090,a100-80gb,h100

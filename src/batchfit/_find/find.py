@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -182,6 +182,7 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         trials_resumed=driver.resumed,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
         state_bytes=runs.state_bytes if search.best is None else None,
+        holders=runs.holders if search.best is None else [],
         samples=samples,
         stored_age_s=None if confirmed is None else confirmed.age_s,
     )
@@ -198,6 +199,7 @@ def fit_result(
     trials_resumed: int = 0,
     shrunk_from_bytes: int | None = None,
     state_bytes: int | None = None,
+    holders: Sequence[tuple[str, int]] = (),
     samples: int | None = None,
     stored_age_s: float | None = None,
 ) -> FitResult:
@@ -216,6 +218,7 @@ def fit_result(
             budget_bytes=budget_bytes,
             peak_bytes=last.reserved_bytes if last.reserved_bytes is not None else last.peak_bytes,
             state_bytes=state_bytes,
+            holders=holders,
             phase=last.phase,
             detail=_why(trials),
         )

@@ -24,7 +24,7 @@ from batchfit._engine.batch.user_split import Cutter, Split
 from batchfit._engine.data_parallel.strategy import data_parallel_of
 from batchfit._engine.device.device import Device, check_budget
 from batchfit._engine.device.resolve import resolve_device
-from batchfit._engine.device.tensors import leaves_of
+from batchfit._engine.device.tensors import leaves_of, top_holders
 from batchfit._engine.optimizer_step.step import step
 from batchfit._engine.sizing.memory_budget import MemoryBudget, owned_bytes
 from batchfit._engine.sizing.pure.sizes import EventLog, MicrobatchEvent
@@ -141,7 +141,12 @@ class Microbatcher:
         self._noise = noise
         target = where(device, models)
         kind = "cpu" if target is None else target.type
-        memory = MemoryBudget(self._device, budget_bytes, models_bytes=lambda: owned_bytes(models, kind))
+        memory = MemoryBudget(
+            self._device,
+            budget_bytes,
+            models_bytes=lambda: owned_bytes(models, kind),
+            holders=lambda: top_holders(models, on=torch.device(kind)),
+        )
         events = EventLog(on_event)
         self._uniform = UniformSizer(memory, events, most=microbatch_size)
         self._ragged = RaggedSizer(

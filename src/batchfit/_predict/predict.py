@@ -294,8 +294,7 @@ def _reason(oracles: Oracles, found: Simulation, budget_bytes: int, margin: floa
     if free.peak_allocated_bytes > capacity_bytes:
         return f"{larger} would have a peak of {peak}"
     if free.peak_reserved_bytes > capacity_bytes:
-        limit = f"{format_bytes(capacity_bytes)}, which is the budget less {margin:.1%}"
-        return f"{larger} would reserve {reserved} for a peak of {peak} (fragmentation), more than {limit}"
+        return f"{larger} would reserve {reserved} for a peak of {peak} (fragmentation)"
     return f"{larger} finds no room in a replay of the allocator"
 
 

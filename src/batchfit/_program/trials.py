@@ -110,6 +110,11 @@ class ProgramTrials:
         return None
 
     @property
+    def holders(self) -> list[tuple[str, int]]:
+        """Not known: the state is in the program."""
+        return []
+
+    @property
     def samples(self) -> int | None:
         """How many samples the program's batches have at most, where that was met."""
         return self._samples

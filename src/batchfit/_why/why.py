@@ -144,6 +144,7 @@ def _answer(name: str, seen: DeviceFindings) -> _Explained:
         name=name,
         rank=seen.notes.rank,
         device=seen.device,
+        is_virtual=seen.notes.is_virtual,
         entries=len(lives.history),
         requested_bytes=evidence.asked if oom else None,
         requested_at=evidence.line if oom else "",

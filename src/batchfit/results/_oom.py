@@ -123,6 +123,7 @@ class OomExplanation(Result):
         name: the file that is explained: of several ranks the one that was out of memory first.
         rank: its rank, where `record_oom` wrote it; else None.
         device: number of the device.
+        is_virtual: whether it is of `virtual_memory` on a CPU, and not of a GPU.
         entries: entries of its history.
         requested_bytes: the request that failed; None where the history has no OOM.
         requested_at: the user's line that asked for it.
@@ -170,6 +171,7 @@ class OomExplanation(Result):
     name: str
     rank: int | None = None
     device: int = 0
+    is_virtual: bool = False
     entries: int = 0
     requested_bytes: int | None = None
     requested_at: str = ""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import batchfit
-from batchfit.errors import BatchfitError
+from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.integrations.lightning import BatchSizeFinder, OomProofTraining
 from batchfit.integrations.lightning.merging import Logged, merged
 from batchfit.testing import count_operations, fail_at
@@ -619,3 +619,21 @@ def test_tasks_of_other_sizes_are_refused() -> None:
     run = trainer(OomProofTraining(microbatch_size=3), max_epochs=1)
     with pytest.raises(ValueError, match=r"in two ways|one number of samples in all its parts"):
         run.fit(seeded(Tasks), [loader(8, 32), loader(4, 32)])
+
+
+def test_an_oom_that_ends_the_training_leaves_a_snapshot(tmp_path: Path) -> None:
+    path = tmp_path / "oom.pickle"
+    module = seeded(Exact)
+    with batchfit.virtual_memory("1GiB"):
+        fitted(module, OomProofTraining(record_oom=path), max_epochs=1, samples=64)
+        assert not path.exists()
+        module = seeded(Exact)
+        module.limit = 0
+        with pytest.raises(NothingFitsError) as refused:
+            fitted(module, OomProofTraining(record_oom=path), size=32, max_epochs=1, samples=64)
+    found = batchfit.explain_oom(path)
+    assert found.step == 0
+    assert found.batch_size == 32
+    assert any("batchfit why" in one for one in refused.value.__notes__)
+    with pytest.raises(TypeError, match="record_oom must be a file or None"):
+        OomProofTraining(record_oom=True)  # type: ignore[arg-type]

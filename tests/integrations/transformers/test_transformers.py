@@ -1483,3 +1483,20 @@ def test_in_batch_negatives_are_refused_at_any_microbatch_size(
         trainer.train()
     assert torch.equal(parameters_of(model), before)
     assert "train" not in vars(model)
+
+
+# --- an OOM that ends the training
+
+
+def test_an_oom_that_ends_the_training_leaves_a_snapshot(tmp_path: Path, living_bytes: int) -> None:
+    path = tmp_path / "oom.pickle"
+    trainer = Trainer(gpt2(), arguments(tmp_path), train_dataset=Tokens())
+    trainer = adapt(trainer, find=False, record_oom=path)
+    with batchfit.virtual_memory(living_bytes + 2**16), pytest.raises((RuntimeError, BatchfitError)) as ended:
+        trainer.train()
+    found = batchfit.explain_oom(path)
+    assert found.step == 0
+    assert found.batch["input_ids"].startswith("int64 (16, ")
+    assert any("batchfit why" in one for one in ended.value.__notes__)
+    with pytest.raises(TypeError, match="record_oom must be a file or None"):
+        adapt(Trainer(gpt2(), arguments(tmp_path), train_dataset=Tokens()), record_oom=1)

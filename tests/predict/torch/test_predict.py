@@ -135,11 +135,7 @@ def large_samples() -> batchfit.Workload:
 def test_what_is_left_of_a_budget_is_explained(make: Any, asked: dict[str, Any], says: str) -> None:
     found = predict(make(), **asked)
     reason = found.answers[0].reason
-    assert re.fullmatch(
-        says.format(next=found.batch_size + 1)
-        + r"( \(fragmentation\), more than .*, which is the budget less 2.0%)?",
-        reason,
-    )
+    assert re.fullmatch(says.format(next=found.batch_size + 1) + r"( \(fragmentation\))?", reason)
     assert bool(reason) == (found.peak_bytes < 0.93 * found.budget_bytes)
     assert found.summary.endswith(f"; {reason}" if reason else " s")
 

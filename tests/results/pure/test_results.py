@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from notebook import notebook_html
 from pydantic import ValidationError
 
-from batchfit.errors import NothingFitsError, RankMissingError, ResultFileError
+from batchfit.errors import NothingFitsError, RankMissingError, ResultFileError, StepInterruptedError
 from batchfit.results import REASONS, FitResult, Trial
 
 COUNT = st.none() | st.integers(0, 2**48)
@@ -171,3 +171,15 @@ def test_messages_carry_their_numbers_and_what_to_do() -> None:
     )
     left = RankMissingError([1, 2], doing="the size", timeout_s=30, why="rank 1 has left: ValueError")
     assert str(left).startswith("ranks 1, 2 did not come (rank 1 has left: ValueError) while")
+
+
+def test_errors_name_who_holds_the_most_and_what_shows_more() -> None:
+    held = [("transformer.wte", 3 * 2**30), ("state of AdamW", 2**30)]
+    nothing = NothingFitsError(1, device="cuda:0", budget_bytes=2**30, holders=held, detail="the OOM")
+    interrupted = StepInterruptedError("scaler", optimizers=["SGD"], holders=held)
+    for error in (nothing, interrupted):
+        assert error.holders == tuple(held)
+        assert "Most of what stays: transformer.wte 3.00 GiB, state of AdamW 1.00 GiB." in str(error)
+        assert "batchfit why oom.pickle" in str(error)
+    assert str(nothing).endswith("(the OOM)")
+    assert "Most of" not in str(NothingFitsError(1, device="cuda:0", budget_bytes=2**30))

@@ -40,7 +40,7 @@ MODELLED = {
     "fragmentation": "were asked for as one block",
     "optimizer state": "train.py:56 train",
     "other process": "at least 5.15 GiB of the GPU",
-    "too large": "were live in",
+    "too large": "were live when",
 }
 
 

@@ -237,7 +237,7 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     first = found.predictions[0]
     doing = f", at {operation_name(first.peak_operation)}" if first.peak_operation else ""
     facts = [("peak", f"in {first.peak_phase}{doing}"), ("confidence", _confidence(found))]
-    facts += [("no larger", _of_row(row, found) + row.reason) for row in found.rows if row.reason]
+    facts += [("no larger", _of_row(row, found) + _why(row, first)) for row in found.rows if row.reason]
     seen: dict[str, None] = dict.fromkeys(note for one in found.predictions for note in one.unseen)
     facts += [("caveat", note) for note in seen]
     sizes = ", ".join(map(str, first.trace_sizes))
@@ -250,6 +250,14 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     if next_command:
         facts.append(("next", next_command))
     return [line for label, text in facts for line in fact(label, text, width)]
+
+
+def _why(row: Row, first: Prediction) -> str:
+    """Why no larger size is answered, with the limit where what would be reserved stays below the budget."""
+    if "would reserve" not in row.reason or not first.margin:
+        return row.reason
+    limit = format_bytes(round(row.budget_bytes * (1 - first.margin)))
+    return f"{row.reason}, more than {limit}, which is the budget less {first.margin:.1%}"
 
 
 def _of_row(row: Row, found: Predicted) -> str:

@@ -80,6 +80,11 @@ class CachingDevice:
         reachable = free + int(self.backend.memory_reserved(self.index))
         return min(reachable, int(self._fraction() * total))
 
+    def cap_bytes(self) -> int:
+        """The GPU's memory, or the share of it that the process may use."""
+        _, total = self._memory_info()
+        return int(self._fraction() * total)
+
     def held_bytes(self) -> int:
         return int(self.backend.memory_allocated(self.index))
 

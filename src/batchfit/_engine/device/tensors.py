@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from batchfit._engine.torch_private.dispatch import is_wrapper
+
+_NUMBERS = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -63,6 +67,32 @@ def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
                     storage = one.untyped_storage()
                     held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
+
+
+def top_holders(things: Sequence[object], *, on: torch.device, most: int = 3) -> list[tuple[str, int]]:
+    """What among `things` holds the most on a device: modules with their gradients, optimizer states.
+
+    Alike modules are one ("layers.*.linear"); each storage counts once.
+    """
+    counted: set[int] = set()
+    held: Counter[str] = Counter()
+
+    def count(name: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        for one in (part for tensor in tensors if tensor is not None for part in plain_parts(tensor)):
+            storage = one.untyped_storage()
+            if one.device.type == on.type and storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                held[name] += storage.nbytes()
+
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            for path, module in thing.named_modules():
+                own = list(module.parameters(recurse=False))
+                name = _NUMBERS.sub("*", path) or type(module).__name__
+                count(name, [*own, *module.buffers(recurse=False), *(one.grad for one in own)])
+        elif isinstance(thing, torch.optim.Optimizer):
+            count(f"state of {type(thing).__name__}", tensors_in([list(thing.state.values())]))
+    return [(name, size) for name, size in held.most_common(most) if size]
 
 
 def ram_bytes(things: Sequence[object]) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from batchfit._engine.device.tensors import bytes_of, tensors_in
 from batchfit._engine.torch_private.optimizers import forget, found_inf, is_unscaled, takes_scaler
 from batchfit.errors import StepInterruptedError
 
@@ -70,6 +71,18 @@ class StepRun:
     def gradients(self) -> int:
         return sum(map(len, self.parameters))
 
+    def _holders(self) -> list[tuple[str, int]]:
+        """Weights, gradients and state of the optimizers, the most first."""
+        weights = [one for some in self.parameters for one in some]
+        gradients = [one.grad for one in weights if one.grad is not None]
+        state = [list(one.state.values()) for one in self.optimizers]
+        found = [
+            ("weights", sum(map(bytes_of, weights))),
+            ("gradients", sum(map(bytes_of, gradients))),
+            ("optimizer state", sum(map(bytes_of, tensors_in(state)))),
+        ]
+        return sorted((one for one in found if one[1]), key=lambda one: -one[1])
+
     def interrupted(self, detail: str) -> StepInterruptedError:
         """The error for a step that had an OOM and cannot be undone; what the scaler noted is forgotten."""
         optimizer, parameters = self.optimizers[self._at], self.parameters[self._at]
@@ -87,6 +100,7 @@ class StepRun:
             moved=moved,
             parameters=len(parameters),
             detail=detail,
+            holders=self._holders(),
         )
 
 

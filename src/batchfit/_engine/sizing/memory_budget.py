@@ -70,12 +70,18 @@ class MemoryBudget:
     """A device, the bytes of it that may be used, and the allocation retries that it counts."""
 
     def __init__(
-        self, device: Device, budget_bytes: int | None, *, models_bytes: Callable[[], int] = lambda: 0
+        self,
+        device: Device,
+        budget_bytes: int | None,
+        *,
+        models_bytes: Callable[[], int] = lambda: 0,
+        holders: Callable[[], list[tuple[str, int]]] = list,
     ) -> None:
         self.device = device
         self.budget_bytes = budget_bytes
         self.after_batch: Callable[[int], None] | None = None  # gets the allocation retries of the last batch
         self._models_bytes = models_bytes
+        self._holders = holders
         self._limit_bytes: int | None = None
         self._retries: int | None = None
 
@@ -138,7 +144,12 @@ class MemoryBudget:
         if message:
             parts.append(whole_sentences(message))
         return NothingFitsError(
-            1, device=self.device.name, budget_bytes=limit_bytes, detail="; ".join(parts), advice=advice
+            1,
+            device=self.device.name,
+            budget_bytes=limit_bytes,
+            detail="; ".join(parts),
+            advice=advice,
+            holders=self._holders(),
         )
 
 

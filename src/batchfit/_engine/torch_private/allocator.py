@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -47,6 +47,28 @@ def observe_ooms(call: Callable[[int, int, int, int], None]) -> bool:
         return False
     attach(call)
     return True
+
+
+def record_history(max_entries: int) -> bool:
+    """Have CUDA's allocator record its history, with stacks of Python; False where it is recorded already.
+
+    The allocator initializes CUDA for it.
+    """
+    if history_is_recorded():
+        return False
+    torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+    return True
+
+
+def stop_history() -> None:
+    """Record no more, and forget what was recorded."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """The segments and the history of CUDA's allocator, as it records them."""
+    found: dict[str, Any] = torch.cuda.memory._snapshot()
+    return found
 
 
 def can_tell_history() -> bool:

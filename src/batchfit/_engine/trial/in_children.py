@@ -151,6 +151,11 @@ class InChildren:
         return None
 
     @property
+    def holders(self) -> list[tuple[str, int]]:
+        """Not known: the state is in the children."""
+        return []
+
+    @property
     def samples(self) -> None:
         """Not known: the dataset is in the children."""
         return None

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from batchfit._engine.device import oom
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.gpu import CudaDevice
-from batchfit._engine.device.tensors import count_elements, own_bytes, trained_in
+from batchfit._engine.device.tensors import count_elements, own_bytes, top_holders, trained_in
 from batchfit._engine.distributed.collectives import CountedStep, ExpectedCollectives, is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
@@ -65,6 +65,11 @@ class InProcess:
             )
             if failed:
                 self.regroup()
+
+    @property
+    def holders(self) -> list[tuple[str, int]]:
+        """The modules and optimizers of the state that hold the most."""
+        return top_holders(self.work.state, on=torch.device(self.device.name.partition(":")[0]))
 
     @property
     def state_bytes(self) -> int | None:

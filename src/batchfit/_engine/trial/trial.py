@@ -95,6 +95,10 @@ class TrialRunner(Protocol):
         """Bytes of weights, gradients and present optimizer state; None where they are not known."""
 
     @property
+    def holders(self) -> list[tuple[str, int]]:
+        """What of the state holds the most bytes, where that is known."""
+
+    @property
     def samples(self) -> int | None:
         """How many samples the workload's dataset has; None where that is not known."""
 

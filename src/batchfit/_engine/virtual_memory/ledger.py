@@ -23,6 +23,7 @@ from torch import Tensor
 from batchfit._engine.torch_private.dispatch import plain_functions
 from batchfit._engine.torch_private.storage import storage_address
 from batchfit._engine.virtual_memory import op_sizes
+from batchfit._engine.virtual_memory.history import active_history
 from batchfit._engine.virtual_memory.op_sizes import block_bytes
 from batchfit._units import format_bytes
 
@@ -48,6 +49,7 @@ class Ledger:
         # Reentrant: a garbage collection may run a finalizer that reads us while we hold the lock.
         self.lock = threading.RLock()
         self.off = False  # in a forked child: what it allocates is not this device's
+        self.history = active_history()  # None unless it was asked for
         self.on_refused: Callable[[torch.OutOfMemoryError], None] | None = None
 
     def drain(self) -> None:
@@ -63,6 +65,8 @@ class Ledger:
             self.allocated -= size
             if self.held.get(held.address) is held:
                 self.held.pop(held.address, None)
+                if self.history is not None:
+                    self.history.freed(held.address)
             if freed and freed[0] is held:
                 freed.popleft()
 
@@ -75,6 +79,8 @@ class Ledger:
         self.allocated += size
         if self.allocated > self.peak:
             self.peak = self.allocated
+        if self.history is not None:
+            self.history.held(address, size)
 
     def admit(self, unknown: list[torch.UntypedStorage], asked: int) -> int:
         """0 when the bytes fit (storages not seen so far are then on the count); else the bytes wanted."""
@@ -130,6 +136,9 @@ class Ledger:
             else:
                 self.allocated += size - held.size
                 held.size = size
+                if self.history is not None:
+                    self.history.freed(held.address)
+                    self.history.held(held.address, size)
 
     def count_living(self) -> None:
         """Count the tensors that are alive now. Those that only an autograd graph holds have no Python
@@ -157,6 +166,8 @@ class Ledger:
     def error(self, wanted: int) -> torch.OutOfMemoryError:
         # Begins as the CUDA allocator's message does, for code that reads the text and not the type.
         free = max(0, self.limit - self.allocated)
+        if self.history is not None:
+            self.history.refused(wanted, free)
         error = torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {format_bytes(wanted)}. This is virtual memory on the "
             f"CPU, no GPU is involved: it has a total capacity of {format_bytes(self.limit)} of which "

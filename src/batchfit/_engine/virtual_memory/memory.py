@@ -30,6 +30,7 @@ from batchfit._engine.torch_private.dispatch import (
 )
 from batchfit._engine.torch_private.storage import storage_address
 from batchfit._engine.virtual_memory import op_sizes
+from batchfit._engine.virtual_memory.history import StorageHistory
 from batchfit._engine.virtual_memory.ledger import Ledger
 from batchfit._engine.virtual_memory.op_sizes import PLANS, SIZES, block_bytes
 from batchfit._units import format_bytes, parse_bytes
@@ -263,6 +264,17 @@ _patches = 0
 def active() -> VirtualMemory | None:
     """The virtual memory that this thread runs in, if any."""
     return _active.memory
+
+
+def record_in(memory: VirtualMemory, history: StorageHistory | None) -> None:
+    """Record what a virtual memory allocates from now on; with None no more."""
+    ledger = memory._ledger
+    with ledger.lock:
+        ledger.drain()
+        ledger.history = history
+        if history is not None:
+            for address, held in ledger.held.items():
+                history.held_before(address, held.size)
 
 
 def is_innermost() -> bool:

@@ -173,8 +173,8 @@ def _too_large(seen: OomEvidence) -> FoundCause:
         fewer = f" For this request {some} fewer would do; what the step asks for next is in no snapshot."
     return FoundCause(
         "too large",
-        f"{format_bytes(seen.live)} were live in {format_bytes(seen.reserved)} reserved when "
-        f"{format_bytes(seen.asked)} were asked for{missing}; nothing leaks, and little is fragmented",
+        f"{format_bytes(seen.live)} were live when {format_bytes(seen.asked)} were asked for{missing}; no "
+        "leak, longer batch or fragmentation was seen that would explain it",
         "The batch is too large for the memory: batchfit find says what fits, batchfit.Microbatcher runs it "
         f"in microbatches, and batchfit explain shows what would change it.{fewer}",
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._units import format_bytes
 from batchfit._why.pure.causes import OomEvidence
@@ -44,6 +43,7 @@ class OomNotes:
     batch_size: int | None
     limit: int | None  # bytes that the process could use
     torch: str
+    is_virtual: bool  # live tensors of a CPU, without an allocator
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> OomNotes:
@@ -60,6 +60,7 @@ class OomNotes:
             _whole(found.get("batch_size")) or None,
             _whole(found.get("limit_bytes")) or None,
             printable(torch[:_LONGEST_TEXT]) if type(torch) is str else "",
+            found.get("is_virtual") is True,
         )
 
 
@@ -116,11 +117,12 @@ def examine(snapshot: MemorySnapshot, device: int, options: WhyOptions) -> Devic
     settings = settings_of(snapshot.settings)
     asked = history.sizes[lives.end] if lives.has_oom else 0
     stack = history.stacks[lives.end] if lives.has_oom else 0
-    room = _room(lives, free, asked, settings, options.total_bytes or notes.limit)
+    needed = asked if notes.is_virtual else segment_bytes(asked, settings)
+    room = _room(lives, free, needed, options.total_bytes or notes.limit, is_virtual=notes.is_virtual)
     replayed = ReplayedSettings(reproduced=True)
-    if options.what_if and lives.has_oom:
+    if options.what_if and lives.has_oom and not notes.is_virtual:
         replayed = replay_settings(lives, asked, room.capacity, room.slack, settings)
-    short = max(segment_bytes(asked, settings) - room.left, 0)
+    short = max(needed - room.left, 0)
     batch_size = options.batch_size or notes.batch_size
     kind = table.kinds[stack]
     evidence = OomEvidence(
@@ -156,7 +158,7 @@ def examine(snapshot: MemorySnapshot, device: int, options: WhyOptions) -> Devic
         at_peak=LiveMemory.after(lives, lives.peak, table) if peak_bytes > 1.02 * end.size else None,
         loop=loop,
         timeline=timeline(lives, table),
-        caveats=tuple(_caveats(snapshot, lives, table, room, replayed)),
+        caveats=tuple(_caveats(snapshot, lives, table, room, replayed, is_virtual=notes.is_virtual)),
     )
 
 
@@ -169,13 +171,12 @@ def _leaks(lives: Lifetimes, loop: StepLoop, table: StackTable) -> list[LeakingL
     return [one for one in leaks(lives, loop, table.line, table.kinds) if one.size * 1000 >= lives.end_bytes]
 
 
-def _room(
-    lives: Lifetimes, free: FreeMemory, asked: int, settings: AllocatorSettings, total: int | None
-) -> _Room:
+def _room(lives: Lifetimes, free: FreeMemory, needed: int, total: int | None, *, is_virtual: bool) -> _Room:
     """How much memory the process had when the request failed."""
-    needed = segment_bytes(asked, settings)
     most = max([free.reserved, *([max(lives.reserved)] if lives.reserved else [])])
     left = lives.history.addresses[lives.end] if lives.has_oom else 0
+    if is_virtual:
+        return _Room(free.reserved + left, 0, left, total, None, False)
     is_full = lives.has_oom and left < needed + _FULL_WITHIN
     if not is_full:
         # A cap, which lies between what was reserved and what the request would have added to it.
@@ -210,8 +211,12 @@ def _caveats(
     table: StackTable,
     room: _Room,
     replayed: ReplayedSettings,
+    *,
+    is_virtual: bool,
 ) -> list[str]:
     history, found = lives.history, []
+    if is_virtual:
+        found.append("virtual memory on a CPU: live tensors, without segments, cache or fragmentation")
     if not len(history):
         found.append("no history: it was not recorded, so that only what was live at the end is known")
     elif not lives.has_oom:

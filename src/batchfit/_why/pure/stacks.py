@@ -40,7 +40,7 @@ _LIBRARY = re.compile(
     r"(?:^|/)(?:site|dist)-packages/|(?:^|/)lib/python3(?:\.\d+)?/|(?:^|/)torch/(?:nn|optim|autograd|utils)/"
 )
 _TORCH = re.compile(
-    r"(?:^|/)torch/(?:nn|optim|autograd|utils|cuda|_dynamo|_inductor|amp)/|(?:^|/)torch/\w+\.py$"
+    r"(?:^|/)torch/(?:nn|optim|autograd|utils|cuda|_dynamo|_inductor|amp)/|(?:site|dist)-packages/torch/"
 )
 INSIDE_A_MODULE = ("_call_impl", "_wrapped_call_impl")
 _MAKES_WEIGHTS = frozenset(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -77,6 +78,8 @@ class OomProofTraining(Callback):
         sync: under DDP, "safe" or "overlap", as in `Microbatcher`.
         timeout_s: under DDP, seconds that this rank waits for others; default: 600.
         rollback: copy what an optimizer step moves to host memory first, so that it can always be undone.
+        record_oom: a file for the memory snapshot of an OOM that ends the training, for `batchfit why`; off
+            by default.
 
     Attributes:
         retries: OOM retries over the whole run.
@@ -101,6 +104,7 @@ class OomProofTraining(Callback):
         sync: Literal["safe", "overlap"] = "safe",
         timeout_s: float | None = None,
         rollback: bool = False,
+        record_oom: str | Path | None = None,
     ) -> None:
         options: dict[str, Any] = {
             "weight": weight,
@@ -122,6 +126,10 @@ class OomProofTraining(Callback):
         check_budget(budget)
         if not isinstance(rollback, bool):
             raise TypeError(f"rollback must be True or False, not {rollback!r}")
+        if record_oom is not None and not isinstance(record_oom, str | Path):
+            raise TypeError(f"record_oom must be a file or None, not {record_oom!r}")
+        self._record_oom = record_oom
+        self._recorder: batchfit.OomRecorder | None = None
         self.retries = 0  # over the whole run
         self._options = {**options, "budget": budget, "advice": _ADVICE}
         self._weight = weight
@@ -164,6 +172,8 @@ class OomProofTraining(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """From here on, the sanity check included, batches of validation that do not fit are cut."""
+        if self._record_oom is not None:
+            self._recorder = batchfit.record_oom(self._record_oom)
         options = {name: self._options[name] for name in ("split", "budget", "sync", "timeout_s", "on_event")}
         self._evaluation = Evaluation(trainer, options, self._evaluated)
 
@@ -180,6 +190,11 @@ class OomProofTraining(Callback):
         loop._make_closure = partial(self._closure, loop._make_closure)
         plugin.optimizer_step = partial(self._optimizer_step, plugin.optimizer_step)
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note which batch runs, for a snapshot."""
+        if self._recorder is not None:
+            self._recorder.note(step=trainer.global_step, batch=batch)
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -191,13 +206,18 @@ class OomProofTraining(Callback):
         self._let_go()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Lightning's own way again."""
+        """Lightning's own way again; an OOM leaves its snapshot, if that was asked for."""
+        if self._recorder is not None:
+            self._recorder.failed(exception)
         self._let_go()
         self._let_evaluation_go()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
         """Lightning's own way again."""
         self._let_evaluation_go()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were learned, and how often a batch was retried."""

@@ -10,6 +10,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
@@ -42,6 +43,8 @@ class Options:
             where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a check. With
             "error", losses of sentence-transformers that compare samples are those of the whole batch.
         state: what else a step changes (a list of metrics), to be restored after the search.
+        record_oom: a file for the memory snapshot of an OOM that ends the training, for `batchfit why`; off
+            by default.
         search: more keywords for `batchfit.find_batch_size`. `{"soak_steps": 25}` makes the size found
             survive 25 steps (stability check); by default it need not, since a later OOM costs one retry.
     """
@@ -56,6 +59,7 @@ class Options:
     sync: Literal["safe", "overlap"] = "safe"
     compared: Literal["error", "warn", "ignore"] = "error"
     state: Sequence[object] = ()
+    record_oom: str | Path | None = None
     search: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +67,8 @@ class Options:
             raise TypeError(f"find must be True or False, not {self.find!r}")
         if self.weight is not None and not callable(self.weight):
             raise TypeError(f"weight must be a callable weight(micro) or None, not {self.weight!r}")
+        if self.record_oom is not None and not isinstance(self.record_oom, str | Path):
+            raise TypeError(f"record_oom must be a file or None, not {self.record_oom!r}")
         if self.sync not in ("safe", "overlap"):
             raise ValueError(f"sync must be one of 'safe', 'overlap', not {self.sync!r}")
         if not isinstance(self.search, Mapping):

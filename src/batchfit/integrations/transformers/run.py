@@ -14,7 +14,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -50,6 +50,7 @@ class TrainerRun:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.fit: Any = None  # the FitResult of the last search
+        self.recorder: batchfit.OomRecorder | None = None  # of a training that shall leave a snapshot
         self.microbatch_size: int | None = None
         self.generation_fit: Any = None  # the FitResult of how many prompts generate at once
         self.generation_size: int | None = None  # prompts that generate at once, of a trainer that generates
@@ -414,6 +415,15 @@ class TrainerRun:
                 f"checkpoint, not {now}: Trainer counts batches, so samples would be lost or repeated. Pass "
                 "ignore_data_skip=True to begin the epoch again, or change sizes with schedule="
             )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, an OOM that ends the training leaves a memory snapshot, if that was asked for."""
+        with ExitStack() as stack:
+            if self.options.record_oom is not None:
+                self.recorder = stack.enter_context(batchfit.record_oom(self.options.record_oom))
+                stack.callback(setattr, self, "recorder", None)
+            yield
 
     def end(self) -> None:
         """Drop the state of a training that has ended or failed."""

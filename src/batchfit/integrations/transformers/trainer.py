@@ -81,7 +81,8 @@ class BatchfitMixin:
         # The Trainer sets it in its first epoch, which is after the search.
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         try:
-            return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
+            with run.recording():
+                return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
         finally:
             args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size = sizes
             self.callback_handler.callbacks.remove(callback)
@@ -139,6 +140,8 @@ class BatchfitMixin:
 
     def training_step(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         run, step = self._batchfit, self._batchfit_own_step
+        if run.recorder is not None:
+            run.recorder.note(step=self.state.global_step, batch=inputs)
         compared = run.comparing_step(self, model, inputs)
         if compared is not None:
             microbatcher = run.microbatcher_of(self, model, sums=False)
