@@ -136,8 +136,8 @@ def test_a_fixed_size_is_confirmed_by_one_trial() -> None:
     result = sweep(limited, {"most": [10, 40]}, batch_size=32, auto=False, soak_steps=4)
     small, large = result.records
     assert small.error == (
-        "NothingFitsError: a batch of 32 does not fit on cpu (peak 0 B of 64.0 MiB). "
-        "Allow a smaller size than 32 (min_size, multiple_of), or shrink the model."
+        "NothingFitsError: a batch of 32 does not fit on cpu (peak 0 B of 64.0 MiB, and 2.00 GiB more "
+        "requested). Allow a smaller size than 32 (min_size, multiple_of), or shrink the model."
     )
     assert (large.batch_size_used, sizes(large, soaks=True), large.survived_steps) == (32, [32], 4)
 
