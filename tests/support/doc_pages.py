@@ -169,7 +169,7 @@ def _without_times(text: str) -> list[str]:
         elif len(heads) > 1 and not NUMBER.search(line):
             ends = [0, *(head.end() for head in heads)]
             columns = [(ends[n], ends[n + 1]) for n, head in enumerate(heads) if TIMED.search(head[0])]
-        else:
+        elif line.strip() != "...":
             for start, end in reversed(columns):
                 line = f"{line[:start]} T {line[end:]}"
         line = re.sub(r"[█▏▎▍▌▋▊▉]+", "", line)
