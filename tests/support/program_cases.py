@@ -172,5 +172,6 @@ MORE = (
         "14MiB",
         prepare=_lit,
         needs=("lightning", "jsonargparse"),
+        writes=("lightning_logs", "version_0", "version_1", "config.yaml"),
     ),
 )
