@@ -6,6 +6,7 @@ would take /tmp: a check that nothing is left would look at an empty folder.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ def short_temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The temporary folder of this process for a `with`; it is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="p", dir="/tmp") as name, monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", name)
-        probe = ProbeFolder()
-        probe.remove()
-        assert probe.path.parent == Path(name)
+        probe = ProbeFolder().path
+        shutil.rmtree(probe)
+        assert probe.parent == Path(name)
         yield Path(name)
