@@ -273,7 +273,8 @@ class LossInspection:
 
     def _loss_of(self, micro: Any) -> torch.Tensor:
         (micro,) = self.whole.fed([micro], self.target)
-        return loss_and_outputs(self.fn(micro))[0]
+        loss: torch.Tensor = loss_and_outputs(self.fn(micro))[0]
+        return loss
 
     def _loss(self, micro: Any, *, alone: bool = False) -> float:
         """The loss; `alone`: one sample, which some losses cannot be of."""
