@@ -23,10 +23,11 @@ from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.data_parallel.interface import DataParallel, Outcome, PlannedPass, RankBatch
-from batchfit._engine.device.oom import Failure, oom_in_short, recover
+from batchfit._engine.device.oom import Failure, recover
 from batchfit._engine.device.tensors import check_loss, loss_and_outputs
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
 from batchfit._engine.sizing.memory_budget import DeviceReading, whole_sentences
+from batchfit._engine.sizing.pure.sizes import oom_in_short
 from batchfit._engine.snapshot.batch_undo import BatchUndo
 from batchfit._engine.snapshot.coverage import modules_held
 from batchfit._engine.torch_private.modules import BatchNorm

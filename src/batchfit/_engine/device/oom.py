@@ -347,12 +347,3 @@ def _is_fragmented(device: Device) -> bool:
     stats = torch.cuda.memory_stats(device.index)
     reserved = int(stats.get("reserved_bytes.all.current", 0))
     return reserved - int(stats.get("allocated_bytes.all.current", 0)) > _FRAGMENTED * reserved
-
-
-_REQUEST = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
-
-
-def oom_in_short(message: str) -> str:
-    """`OOM at a request of 40.0 MiB; retrying`; the message itself, where it names no request."""
-    found = _REQUEST.search(message)
-    return f"OOM at a request of {found[1]}; retrying" if found else message

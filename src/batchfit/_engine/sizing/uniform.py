@@ -19,10 +19,18 @@ import torch
 from batchfit._engine.batch.pure.pieces import Piece, Shape
 from batchfit._engine.batch.split import Batch, pieces
 from batchfit._engine.device.gpu import CudaDevice
-from batchfit._engine.device.oom import Failure, oom_in_short, run_guarded
+from batchfit._engine.device.oom import Failure, run_guarded
 from batchfit._engine.sizing.interface import Pass
 from batchfit._engine.sizing.memory_budget import DeviceReading, MemoryBudget, begin_peak, peak_since_begun
-from batchfit._engine.sizing.pure.sizes import Bounds, EventKind, EventLog, Learned, balanced, equal
+from batchfit._engine.sizing.pure.sizes import (
+    Bounds,
+    EventKind,
+    EventLog,
+    Learned,
+    balanced,
+    equal,
+    oom_in_short,
+)
 from batchfit._engine.torch_private.dynamo import compilations, recompile_limit
 
 log = logging.getLogger("batchfit")
