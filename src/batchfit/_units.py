@@ -112,12 +112,6 @@ def in_use_bytes(message: str) -> int | None:
     return parse_bytes(found[1]) - free
 
 
-def oom_in_short(message: str) -> str:
-    """`OOM at a request of 40.0 MiB; retrying`; the message itself, where it names no request."""
-    found = _REQUEST.search(message)
-    return f"OOM at a request of {found[1]}; retrying" if found else message
-
-
 Rounding = Literal["down", "up", "nearest"]
 
 

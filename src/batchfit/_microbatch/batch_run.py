@@ -27,12 +27,12 @@ from batchfit._engine.device.oom import Failure, recover
 from batchfit._engine.device.tensors import check_loss, loss_and_outputs
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
 from batchfit._engine.sizing.memory_budget import DeviceReading, whole_sentences
+from batchfit._engine.sizing.pure.sizes import oom_in_short
 from batchfit._engine.snapshot.batch_undo import BatchUndo
 from batchfit._engine.snapshot.coverage import modules_held
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._microbatch.checks import brief
 from batchfit._microbatch.context import GraphCheck, MicrobatchContext, function_key
-from batchfit._units import oom_in_short
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.results import StepReport
 

@@ -28,6 +28,7 @@ from batchfit._engine.batch.split import Batch
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.oom import recover, run_guarded
 from batchfit._engine.device.tensors import loss_and_outputs
+from batchfit._engine.torch_private.autograd import labels_counted
 from batchfit._engine.torch_private.modules import BatchNorm, Dropout
 from batchfit._microbatch.context import loss_key
 from batchfit._microbatch.pure.loss_kind import (
@@ -52,6 +53,8 @@ _MOST_READINGS: Final = 32
 # keep, no two samples of one class), or no number (no label counts).
 _FEW: Final = 2
 _MORE: Final = 8
+# As far as shares of two sets may be apart and still count the same: they are exact numbers.
+_SAME_SHARE: Final = 1e-6
 # Batches that are inspected where nothing is seen, and functions that are remembered.
 _MOST_INSPECTIONS: Final = 8
 _MOST_FUNCTIONS: Final = 64
@@ -77,6 +80,7 @@ class InspectedLoss:
     samples: int = 0  # in both sets together
     losses: tuple[float, ...] = ()  # of the two sets, of both together, and of what was joined to them
     weighed: float | None = None  # what the weights make of the sets' losses, where that is another loss
+    labels: tuple[float, float] | None = None  # that the sets' means count, where the weights are others
 
 
 @final
@@ -122,6 +126,15 @@ class LossCheck:
                 found.losses[2],
                 found.weighed,
                 *found.losses[:2],
+            )
+        elif found.labels is not None:
+            log.warning(
+                "fn returns a mean over labels that count, and microbatches are weighted by something else: "
+                "%g labels count in one half of %d samples and %g in the other, so the gradients are not "
+                "those of the batch. Pass weight=, which counts what the loss divides by",
+                found.labels[0],
+                found.samples,
+                found.labels[1],
             )
 
     def _why(self, found: InspectedLoss) -> str:
@@ -204,7 +217,7 @@ class LossInspection:
             joins = read(_MOST_READINGS)
         means = {name: LossReading(tuple(found)).mean for name, found in values.items()}
         losses = tuple(means[name] for name in ("a", "b", "ab", "abab", "abc") if name in means)
-        kind, weighed = kind_of(joins), None
+        kind, weighed, labels = kind_of(joins), None, None
         if kind == "mean" and self.weigh is not None:
             shares, _ = self.weigh([sets["a"](), sets["b"]()], [Piece(slice(0, count), count)] * 2)
             if shares is not None and all(map(math.isfinite, losses[:3])):
@@ -212,7 +225,28 @@ class LossInspection:
                 weighed = (
                     wanted if differs(LossReading(tuple(values["ab"])), wanted, scale_of(joins)) else None
                 )
-        return InspectedLoss(kind, 2 * count, losses, weighed)
+            if shares is not None and weighed is None:
+                labels = self._other_labels(sets["a"], sets["b"], shares[0])
+        return InspectedLoss(kind, 2 * count, losses, weighed, labels)
+
+    def _other_labels(
+        self, a: Callable[[], Any], b: Callable[[], Any], share: float
+    ) -> tuple[float, float] | None:
+        """The labels that count in each set, where the weights count something else.
+
+        The values of a new model say little: it loses about as much for each label.
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None  # a graph under DDP would have to be run backward
+        counted = []
+        for micro in (a, b):
+            with torch.enable_grad():
+                counted.append(labels_counted(self._loss_of(micro())))
+            self.check()
+        one, two = counted
+        if one is None or two is None or one + two <= 0:
+            return None
+        return (one, two) if abs(one / (one + two) - share) > _SAME_SHARE else None
 
     def _sets(self, count: int) -> dict[str, Callable[[], Any]]:
         """Microbatches by name; made for each call, since `fn` may write into what it gets."""
@@ -237,11 +271,15 @@ class LossInspection:
             lists.update({str(at): [at] for at in lists["ab"]})
         return {name: lambda one=one: whole.take(one, length) for name, one in lists.items()}  # type: ignore[misc]
 
+    def _loss_of(self, micro: Any) -> torch.Tensor:
+        (micro,) = self.whole.fed([micro], self.target)
+        loss: torch.Tensor = loss_and_outputs(self.fn(micro))[0]
+        return loss
+
     def _loss(self, micro: Any, *, alone: bool = False) -> float:
         """The loss; `alone`: one sample, which some losses cannot be of."""
-        (micro,) = self.whole.fed([micro], self.target)
         try:
-            found = float(loss_and_outputs(self.fn(micro))[0])
+            found = float(self._loss_of(micro))
         except (ValueError, TypeError, IndexError, ZeroDivisionError):
             if not alone:
                 raise

@@ -158,7 +158,7 @@ class TestHelp:
     def test_the_numbers_are_a_promise(self) -> None:
         promised = {
             "FOUND": 0, "BROKEN": 1, "USAGE": 2, "NOTHING_FITS": 3, "RAISED": 4, "STOPPED": 5,
-            "UNTRACEABLE": 6, "SOME_FAILED": 7, "INTERRUPTED": 130, "TERMINATED": 143,
+            "UNTRACEABLE": 6, "SOME_FAILED": 7, "MORE_MEMORY": 8, "INTERRUPTED": 130, "TERMINATED": 143,
         }  # fmt: skip
         assert {code.name: int(code) for code in Code} == promised
 

@@ -427,6 +427,35 @@ def test_rounding_is_no_comparison(loss: Loss, low: torch.dtype, caplog: pytest.
     assert not caplog.records
 
 
+@pytest.mark.parametrize("ignored", [0, -100])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_mean_over_labels_is_seen_where_all_losses_are_alike(
+    ignored: int, weighted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new language model loses log(vocabulary) for each token: the losses of two sets say nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 64)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    lengths = torch.arange(1, 13)
+    labels = torch.randint(1, 64, (12, 12)).masked_fill(torch.arange(12) >= lengths[:, None], ignored)
+    batch = {"x": torch.randn(12, 12, 4), "y": labels}
+
+    def fn(micro: Any) -> torch.Tensor:
+        logits = model(micro["x"]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, micro["y"].flatten(), ignore_index=ignored)
+
+    weight = (lambda micro: (micro["y"] != ignored).sum()) if weighted else None
+    with caplog.at_level(logging.WARNING, logger="batchfit"):
+        Microbatcher(model, microbatch_size=4, weight=weight).backward(fn, batch)
+    found = [one.getMessage() for one in caplog.records]
+    if weighted:
+        assert found == []
+    else:
+        (text,) = found
+        assert "3 labels count in one half of 4 samples and 23 in the other" in text
+
+
 def masked_mean(model: nn.Module, micro: Any) -> torch.Tensor:
     """A mean over what counts, as over tokens."""
     found = (model(micro["x"]) - micro["target"]).square() * micro["mask"]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._units import format_bytes, in_use_bytes, oom_in_short, parse_bytes, requested_bytes
+from batchfit._engine.sizing.pure.sizes import oom_in_short
+from batchfit._units import format_bytes, in_use_bytes, parse_bytes, requested_bytes
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,9 @@ from batchfit._engine.sizing.interface import Pass, PassWatch
 from batchfit._engine.sizing.memory_budget import DeviceReading, MemoryBudget, begin_peak, peak_since_begun
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
 from batchfit._engine.sizing.pure.pack import MULTIPLE, SeenShapes, pack
-from batchfit._engine.sizing.pure.sizes import EventLog
+from batchfit._engine.sizing.pure.sizes import EventLog, oom_in_short
 from batchfit._engine.sizing.uniform import BEFORE_FIRST, counted
 from batchfit._engine.torch_private.allocator import settings_text
-from batchfit._units import oom_in_short
 
 log = logging.getLogger("batchfit")
 

@@ -22,9 +22,16 @@ from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.oom import Failure, run_guarded
 from batchfit._engine.sizing.interface import Pass
 from batchfit._engine.sizing.memory_budget import DeviceReading, MemoryBudget, begin_peak, peak_since_begun
-from batchfit._engine.sizing.pure.sizes import Bounds, EventKind, EventLog, Learned, balanced, equal
+from batchfit._engine.sizing.pure.sizes import (
+    Bounds,
+    EventKind,
+    EventLog,
+    Learned,
+    balanced,
+    equal,
+    oom_in_short,
+)
 from batchfit._engine.torch_private.dynamo import compilations, recompile_limit
-from batchfit._units import oom_in_short
 
 log = logging.getLogger("batchfit")
 

@@ -97,7 +97,7 @@ class StepCost:
             if origin.kind in state:
                 state[origin.kind] += footprint.fixed[block]
         steps = max(len(footprint.step_ends), 1)
-        gradients = state["gradients"] / steps  # each step makes them anew
+        gradients = state["gradients"] / steps  # each step makes them again
         learned = min(gradients, state["weights"])
         return cls(
             flops_per_sample,

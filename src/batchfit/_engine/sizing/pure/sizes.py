@@ -15,6 +15,7 @@ Rules
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
@@ -353,3 +354,12 @@ class EventLog:
         if topic not in self._logged:
             self._logged.add(topic)
             log.log(level, "%s", text)
+
+
+_REQUEST = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
+
+
+def oom_in_short(message: str) -> str:
+    """`OOM at a request of 40.0 MiB; retrying`; the message itself, where it names no request."""
+    found = _REQUEST.search(message)
+    return f"OOM at a request of {found[1]}; retrying" if found else message
