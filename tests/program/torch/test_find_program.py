@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from short_temp import short_temp
 
 from batchfit._engine.trial.trial import TrialRequest
 from batchfit._find.find import find_with
@@ -37,12 +37,11 @@ open("finished", "w").close()
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs run in a folder of their own; the probe leaves neither a process nor a file."""
-    (tmp_path / "temp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield
-    assert list((tmp_path / "temp").iterdir()) == []
+    with short_temp(monkeypatch) as temp:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        yield
+        assert list(temp.iterdir()) == []
 
 
 def template(*words: str, env: tuple[str, ...] = (), sets: tuple[str, ...] = ()) -> CommandTemplate:

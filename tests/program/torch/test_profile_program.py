@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_runner import runner
+from short_temp import short_temp
 
 from batchfit._cli.app import app
 from batchfit._profile.pure.options import ProfileOptions
@@ -39,13 +39,12 @@ for _ in range(1000):
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs run in a folder of their own, and leave no file of ours."""
-    (tmp_path / "temp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(TRAIN)
-    yield
-    assert list((tmp_path / "temp").glob("batchfit*")) == []
+    with short_temp(monkeypatch) as temp:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.chdir(tmp_path)
+        Path("train.py").write_text(TRAIN)
+        yield
+        assert list(temp.glob("batchfit*")) == []
 
 
 def profile(*sizes: int, passes: str = "1", budget: str = "16MiB", **options: object) -> ThroughputProfile:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from short_temp import short_temp
 
 from batchfit._find.find import find_with
 from batchfit._find.pure.options import FindOptions
@@ -41,15 +41,14 @@ def program(*, before: str = "", inside: str = "", samples: str = "size", update
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs run in a folder of their own; the probe leaves neither a process nor a file."""
-    (tmp_path / "temp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    monkeypatch.setenv("BATCHFIT_TEST_MARK", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.chdir(tmp_path)
-    yield
-    assert list((tmp_path / "temp").iterdir()) == []
-    assert _living(str(tmp_path)) == []
+    with short_temp(monkeypatch) as temp:
+        monkeypatch.setenv("BATCHFIT_TEST_MARK", str(tmp_path))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+        monkeypatch.chdir(tmp_path)
+        yield
+        assert list(temp.iterdir()) == []
+        assert _living(str(tmp_path)) == []
 
 
 def _living(mark: str) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from short_temp import short_temp
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a process table in /proc")
 
@@ -43,9 +44,8 @@ FIND = ["find", "--json", "--budget", "4MiB", "--start", "8", "--steps", "3"]
 class Search:
     """`batchfit find` in a process of its own, in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.mark = folder, uuid.uuid4().hex
-        (folder / "temp").mkdir()
+    def __init__(self, folder: Path, temp: Path) -> None:
+        self.folder, self.temp, self.mark = folder, temp, uuid.uuid4().hex
         (folder / "train.py").write_text(PROGRAM)
         self.process: subprocess.Popen[str] | None = None
 
@@ -56,7 +56,7 @@ class Search:
         words = [*within, *find]
         own = {
             "MARK": self.mark,
-            "TMPDIR": f"{self.folder}/temp",
+            "TMPDIR": str(self.temp),
             "TORCHINDUCTOR_CACHE_DIR": f"{self.folder}/compiled",  # torch's own, and it stays
             "PYTHONDONTWRITEBYTECODE": "1",  # Python 3.11 writes files cut short where there is no room
             "OMP_NUM_THREADS": "1",
@@ -98,17 +98,24 @@ class Search:
     def check_all_gone(self) -> None:
         """Nothing is left of it, soon after its end."""
         deadline = time.monotonic() + 15
-        while (self.living() or any((self.folder / "temp").iterdir())) and time.monotonic() < deadline:
+        while (self.living() or any(self.temp.iterdir())) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert self.living() == []
-        assert list((self.folder / "temp").iterdir()) == []
+        assert list(self.temp.iterdir()) == []
         assert not (self.folder / "finished").exists()
 
 
 @pytest.fixture
-def search(tmp_path: Path) -> Iterator[Search]:
+def temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the search has its files."""
+    with short_temp(monkeypatch) as folder:
+        yield folder
+
+
+@pytest.fixture
+def search(tmp_path: Path, temp: Path) -> Iterator[Search]:
     """A search that nothing is left of, whatever the test does."""
-    search = Search(tmp_path)
+    search = Search(tmp_path, temp)
     yield search
     for pid in search.living():
         os.kill(pid, signal.SIGKILL)
@@ -202,12 +209,12 @@ assert WHOLE != PROGRAM
 @pytest.mark.slow  # seven searches, six of them ended at another moment
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, temp: Path, number: signal.Signals) -> None:
     flags = ("--resume", "search.json", "--max-size", "32", "--no-store")
     whole_s = 0.0
     for moment in range(7):
         (tmp_path / str(moment)).mkdir()
-        search = Search(tmp_path / str(moment))
+        search = Search(tmp_path / str(moment), temp)
         (search.folder / "train.py").write_text(WHOLE)
         begun_s = time.monotonic()
         process = search.start(*flags)

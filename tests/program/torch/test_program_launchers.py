@@ -6,11 +6,11 @@ import json
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from short_temp import short_temp
 
 from batchfit._engine.trial.trial import TrialRequest
 from batchfit._program.pure.template import CommandTemplate
@@ -36,16 +36,15 @@ if __name__ == "__main__":
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with the program, and a PATH with this Python first."""
-    (tmp_path / "temp").mkdir()
-    (tmp_path / "train.py").write_text(TRAIN)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    monkeypatch.chdir(tmp_path)
-    yield
-    assert list((tmp_path / "temp").iterdir()) == []
-    assert not Path("finished").exists()
+    with short_temp(monkeypatch) as temp:
+        (tmp_path / "train.py").write_text(TRAIN)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+        monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        monkeypatch.chdir(tmp_path)
+        yield
+        assert list(temp.iterdir()) == []
+        assert not Path("finished").exists()
 
 
 def trial_of(*words: str, size: int = 8, budget: int = 8 * 2**20) -> Trial:

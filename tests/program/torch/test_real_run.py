@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from short_temp import short_temp
 
 from batchfit._find.pure.bracket import Sizes
 from batchfit._program.pure.template import CommandTemplate, FileSetting
@@ -29,13 +30,12 @@ LIMIT_S = 60.0
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs run in a folder of their own, and leave no file of ours."""
-    (tmp_path / "temp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temp"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
-    yield
-    assert list((tmp_path / "temp").iterdir()) == []
+    with short_temp(monkeypatch) as temp:
+        monkeypatch.setenv("TMPDIR", str(temp))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.chdir(tmp_path)
+        yield
+        assert list(temp.iterdir()) == []
 
 
 def run(*words: str, size: int = 8, restarts: int = 0, sets: tuple[str, ...] = ()) -> list[Started]:
@@ -156,7 +156,7 @@ def test_a_kill_of_ours_leaves_nothing(tmp_path: Path) -> None:
     for pid in pids:
         wait_until_gone(pid)
     deadline = time.monotonic() + LIMIT_S
-    while list((tmp_path / "temp").iterdir()):
+    while list(Path(tempfile.gettempdir()).iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

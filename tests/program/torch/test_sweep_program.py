@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_runner import runner
+from short_temp import short_temp
 from typer.testing import Result
 
 from batchfit._cli.app import app
@@ -44,14 +44,13 @@ budget: 16MiB
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs run in a folder of their own, and leave no file of ours."""
-    (tmp_path / "temp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
-    Path("exp.py").write_text(EXPERIMENT)
-    Path("sweep.yaml").write_text(FILE.format(python=sys.executable))
-    yield
-    assert list((tmp_path / "temp").glob("batchfit*")) == []
+    with short_temp(monkeypatch) as temp:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.chdir(tmp_path)
+        Path("exp.py").write_text(EXPERIMENT)
+        Path("sweep.yaml").write_text(FILE.format(python=sys.executable))
+        yield
+        assert list(temp.glob("batchfit*")) == []
 
 
 def sweep(*flags: str) -> Result:

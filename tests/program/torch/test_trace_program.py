@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cli_runner import runner
+from short_temp import short_temp
 from torch.nn import functional
 from typer.testing import Result
 
@@ -64,12 +64,11 @@ for step in range(20):
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs run in a folder of their own; nothing is left in the temporary one."""
-    (tmp_path / "temp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield
-    assert list((tmp_path / "temp").iterdir()) == []
+    with short_temp(monkeypatch) as temp:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        yield
+        assert list(temp.iterdir()) == []
 
 
 def traces(text: str, *words: str) -> ProgramTraces:
