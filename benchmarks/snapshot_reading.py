@@ -164,8 +164,8 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Reading a memory snapshot of a GiB",
         "",
-        f"`{found['command']}`, {found['date']}, {found['machine']}. Seconds are those of the processor, not of "
-        "a clock. No GPU took part: the file is made as PyTorch writes one.",
+        f"`{found['command']}`, {found['date']}, {found['machine']}. Seconds are those of the processor, "
+        "not of a clock. No GPU took part: the file is made as PyTorch writes one.",
     ]
     for file in found["files"]:
         head = f"{file['gib']:.2f} GiB, {file['entries']:,} entries of 30 frames"
@@ -176,14 +176,14 @@ def page(found: dict[str, Any]) -> str:
     record = found["record"]
     lines += [
         "",
-        "An entry is a row of 45 bytes; equal stacks are one. Entries in which each frame is a dict of its own "
-        "(no PyTorch writes them so; `tests/data/snapshots` has them) take some four times as long.",
+        "An entry is a row of 45 bytes; equal stacks are one. Entries in which each frame is a dict of its "
+        "own (no PyTorch writes them so; `tests/data/snapshots` has them) take some four times as long.",
         "",
         "## Recording",
         "",
-        "A training step of a small transformer under `virtual_memory` on a CPU, with and without `record_oom`, "
-        f"in turns: {record['step_ms']:.1f} ms and {record['recorded_ms']:.1f} ms of the processor, "
-        f"{record['ratio']:.2f} times (the median of five ratios). An OOM that is caught costs nothing more: "
+        "A training step of a small transformer under `virtual_memory` on a CPU, with and without "
+        f"`record_oom`, in turns: {record['step_ms']:.1f} ms and "
+        f"{record['recorded_ms']:.1f} ms of the processor, {record['ratio']:.2f} times (the median of five ratios). An OOM that is caught costs nothing more: "
         "nothing is written. What recording costs on CUDA is PyTorch's, and was not measured.",
     ]
     return "\n".join(lines) + "\n"
