@@ -182,8 +182,9 @@ def page(found: dict[str, Any]) -> str:
         "## Recording",
         "",
         "A training step of a small transformer under `virtual_memory` on a CPU, with and without "
-        f"`record_oom`, in turns: {record['step_ms']:.1f} ms and "
-        f"{record['recorded_ms']:.1f} ms of the processor, {record['ratio']:.2f} times (the median of five ratios). An OOM that is caught costs nothing more: "
+        f"`record_oom`, in turns: {record['step_ms']:.1f} ms and {record['recorded_ms']:.1f} ms of the "
+        f"processor, {record['ratio']:.2f} times (the median of five ratios). An OOM that is caught costs "
+        "nothing more: "
         "nothing is written. What recording costs on CUDA is PyTorch's, and was not measured.",
     ]
     return "\n".join(lines) + "\n"
