@@ -41,6 +41,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "search_crowded": "search_crowded",
     "search_replayed": "search_replayed",
     "search_simulated": "search_simulated",
+    "snapshot_reading": "snapshot_reading",
     "soak_length": "soak_length",
     "soak": "soak",
     "stack": "stack_gpu",

@@ -28,7 +28,7 @@ from batchfit._engine.batch.split import Batch
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.oom import recover, run_guarded
 from batchfit._engine.device.tensors import loss_and_outputs
-from batchfit._engine.torch_private.autograd import labels_counted
+from batchfit._engine.torch_private.dispatch import TorchDispatchMode
 from batchfit._engine.torch_private.modules import BatchNorm, Dropout
 from batchfit._microbatch.context import loss_key
 from batchfit._microbatch.pure.loss_kind import (
@@ -55,6 +55,9 @@ _FEW: Final = 2
 _MORE: Final = 8
 # As far as shares of two sets may be apart and still count the same: they are exact numbers.
 _SAME_SHARE: Final = 1e-6
+# Losses over labels, and the number that torch gives to the reduction "mean".
+_LABEL_LOSSES: Final = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_MEAN: Final = 1
 # Batches that are inspected where nothing is seen, and functions that are remembered.
 _MOST_INSPECTIONS: Final = 8
 _MOST_FUNCTIONS: Final = 64
@@ -204,11 +207,14 @@ class LossInspection:
     def _inspected(self, count: int) -> InspectedLoss:
         sets = self._sets(count)
         values: dict[str, list[float]] = {name: [] for name in sets}
+        counted: dict[str, float | None] = {}
 
         def read(times: int) -> list[Join]:
             for name, micro in sets.items():
                 while len(values[name]) < times:
-                    values[name].append(self._loss(micro(), alone=name.isdecimal()))
+                    with _LabelCounts() as labels_of:
+                        values[name].append(self._loss(micro(), alone=name.isdecimal()))
+                    counted[name] = labels_of.only
             return finite(_joins({name: LossReading(tuple(found)) for name, found in values.items()}))
 
         values["ab"] = [self._loss(sets["ab"]()) for _ in range(2)]
@@ -226,27 +232,8 @@ class LossInspection:
                     wanted if differs(LossReading(tuple(values["ab"])), wanted, scale_of(joins)) else None
                 )
             if shares is not None and weighed is None:
-                labels = self._other_labels(sets["a"], sets["b"], shares[0])
+                labels = _other_labels(counted.get("a"), counted.get("b"), shares[0])
         return InspectedLoss(kind, 2 * count, losses, weighed, labels)
-
-    def _other_labels(
-        self, a: Callable[[], Any], b: Callable[[], Any], share: float
-    ) -> tuple[float, float] | None:
-        """The labels that count in each set, where the weights count something else.
-
-        The values of a new model say little: it loses about as much for each label.
-        """
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return None  # a graph under DDP would have to be run backward
-        counted = []
-        for micro in (a, b):
-            with torch.enable_grad():
-                counted.append(labels_counted(self._loss_of(micro())))
-            self.check()
-        one, two = counted
-        if one is None or two is None or one + two <= 0:
-            return None
-        return (one, two) if abs(one / (one + two) - share) > _SAME_SHARE else None
 
     def _sets(self, count: int) -> dict[str, Callable[[], Any]]:
         """Microbatches by name; made for each call, since `fn` may write into what it gets."""
@@ -271,21 +258,48 @@ class LossInspection:
             lists.update({str(at): [at] for at in lists["ab"]})
         return {name: lambda one=one: whole.take(one, length) for name, one in lists.items()}  # type: ignore[misc]
 
-    def _loss_of(self, micro: Any) -> torch.Tensor:
-        (micro,) = self.whole.fed([micro], self.target)
-        loss: torch.Tensor = loss_and_outputs(self.fn(micro))[0]
-        return loss
-
     def _loss(self, micro: Any, *, alone: bool = False) -> float:
         """The loss; `alone`: one sample, which some losses cannot be of."""
+        (micro,) = self.whole.fed([micro], self.target)
         try:
-            found = float(self._loss_of(micro))
+            found = float(loss_and_outputs(self.fn(micro))[0])
         except (ValueError, TypeError, IndexError, ZeroDivisionError):
             if not alone:
                 raise
             found = math.nan
         self.check()
         return found
+
+
+class _LabelCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Sees what means over labels divide by: the labels that count, or their weights."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._totals: list[float | None] = []
+
+    @property
+    def only(self) -> float | None:
+        """Of the one such mean; None where there is none, or several."""
+        return self._totals[0] if len(self._totals) == 1 else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _LABEL_LOSSES:
+            self._totals.append(float(out[1]) if args[3] == _MEAN else None)
+        return out
+
+
+def _other_labels(one: float | None, two: float | None, share: float) -> tuple[float, float] | None:
+    """The labels that count in two sets, where the weights count something else.
+
+    The losses of a new model say little: it loses about as much for each label.
+    """
+    if one is None or two is None or one + two <= 0:
+        return None
+    return (one, two) if abs(one / (one + two) - share) > _SAME_SHARE else None
 
 
 def _checked(advice: Mapping[str, str] | None) -> Mapping[str, str]:

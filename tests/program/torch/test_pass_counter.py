@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,13 @@ def test_what_backward_runs_again_is_no_pass(counter: PassCounter, reentrant: bo
         model(torch.randn(4, 8, requires_grad=True)).sum().backward()
     assert counter.count == 2
     assert counter.samples == 4
+
+
+def test_what_is_stopped_leaves_no_global_hook(counter: PassCounter) -> None:
+    counter.stop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of global hooks where a module is compiled
+        torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
 
 
 def test_a_module_within_itself_and_one_without_weights(counter: PassCounter) -> None:

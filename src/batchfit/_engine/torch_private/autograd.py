@@ -49,32 +49,3 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
 def has_late_hooks(tensor: torch.Tensor) -> bool:
     """Whether something runs each time that a gradient was accumulated."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-_MEAN = 1  # torch's number of the reduction
-_LABEL_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
-_MOST_NODES = 4096
-
-
-def labels_counted(loss: torch.Tensor) -> float | None:
-    """The labels (their weights, where there are any) that a mean over labels divides by.
-
-    None where the graph of the loss has no such mean, or several, or a torch that does not say.
-    """
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set(waiting)
-    found: list[float] = []
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if node.name() in _LABEL_LOSSES:
-            total = getattr(node, "_saved_total_weight", None)
-            if getattr(node, "_saved_reduction", None) != _MEAN or total is None:
-                return None
-            found.append(float(total))
-            continue  # what is below makes the logits
-        below = [one for one, _ in node.next_functions if one not in seen]
-        seen.update(below)
-        waiting += below
-    return found[0] if len(found) == 1 else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from batchfit._engine.torch_private.lookup import lost, needed
+from batchfit._engine.torch_private.lookup import lost, needed, optional
 
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -50,3 +50,14 @@ def scripted(module: Any) -> tuple[Any, list[str]]:
         raise lost("torch.jit.ScriptModule._c")
     kind = vars(module).get("_concrete_type")
     return inside, list(kind.get_attributes()) if kind else []
+
+
+def remove_keyword_hook(handle: Any) -> None:
+    """Remove a global forward hook that was given keywords, whole: torch leaves a note of it behind.
+
+    As long as that note is there, torch warns of global hooks wherever a module is compiled.
+    """
+    handle.remove()
+    noted = optional("torch.nn.modules.module._global_forward_hooks_with_kwargs")
+    if noted:
+        noted.pop(handle.id, None)

@@ -31,6 +31,9 @@ from batchfit.workload import Workload
 
 _NEGLIGIBLE_BYTES = 2**20  # no answer depends on so few
 
+# Kinds of devices that tensors lie on; a fake one of a test is none.
+_KINDS = ("cpu", "cuda", "xpu", "mps")
+
 
 @final
 class InProcess:
@@ -69,7 +72,8 @@ class InProcess:
     @property
     def holders(self) -> list[tuple[str, int]]:
         """The modules and optimizers of the state that hold the most."""
-        return top_holders(self.work.state, on=torch.device(self.device.name.partition(":")[0]))
+        kind = self.device.name.partition(":")[0]
+        return top_holders(self.work.state, on=torch.device(kind)) if kind in _KINDS else []
 
     @property
     def state_bytes(self) -> int | None:

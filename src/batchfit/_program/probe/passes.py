@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.torch_private.autograd import in_backward
+from batchfit._engine.torch_private.modules import remove_keyword_hook
 
 _WEIGHTS = 10_000  # numbers in a buffer, of quantized modules that have no parameters
 
@@ -51,7 +52,7 @@ class PassCounter:
     def stop(self) -> None:
         """Take the hooks away: from now on a module's call costs what it always does."""
         for handle in self._handles:
-            handle.remove()
+            remove_keyword_hook(handle)
         self._handles = []
         self._root = None
 
