@@ -160,6 +160,7 @@ def written(folder: Path, **environment: str) -> str:
     return (folder / "memory.json").read_text()
 
 
+@pytest.mark.slow
 def test_the_baseline_is_the_same_on_another_machine(tmp_path: Path) -> None:
     here = written(tmp_path / "here", PYTHONHASHSEED="1", OMP_NUM_THREADS="1")
     there = written(tmp_path / "some" / "where" / "else", PYTHONHASHSEED="2", OMP_NUM_THREADS="2")

@@ -62,7 +62,12 @@ def one_setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
 
 @pytest.mark.parametrize(
     "setting",
-    [Setting(), Setting(checkpointing="all", optimizer="adamw8bit", loss="chunked")],
+    [
+        Setting(),
+        pytest.param(
+            Setting(checkpointing="all", optimizer="adamw8bit", loss="chunked"), marks=pytest.mark.slow
+        ),
+    ],
     ids=lambda s: s.name,
 )
 def test_a_cell_is_what_predict_answers(config: str, setting: Setting) -> None:
