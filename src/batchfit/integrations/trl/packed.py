@@ -21,7 +21,7 @@ from batchfit.errors import BatchfitError
 from batchfit.integrations.trl.trainers import flattens
 
 _IGNORED = -100
-# What is made anew for the sequences of a microbatch, beside position_ids.
+# What is made again for the sequences of a microbatch, beside position_ids.
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 _MOST_SCANNED = 1024

@@ -76,8 +76,8 @@ class MicrobatchMetrics:
         names = list(mine)
         rows = [[_joined(name, mine[name]), sum(weight for _, weight in mine[name])] for name in names]
         sent = torch.tensor(rows, dtype=torch.float32, device=accelerator.device)
-        told = accelerator.gather(sent).reshape(self._ranks, len(names), 2).tolist()
-        return {name: [(row[at][0], row[at][1]) for row in told] for at, name in enumerate(names)}
+        gathered = accelerator.gather(sent).reshape(self._ranks, len(names), 2).tolist()
+        return {name: [(row[at][0], row[at][1]) for row in gathered] for at, name in enumerate(names)}
 
 
 def _joined(name: str, values: list[tuple[float, float]]) -> float:
