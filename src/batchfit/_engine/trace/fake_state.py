@@ -165,6 +165,14 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
     def parameters(self) -> list[Tensor]:
         return list(self._parameters.values())
 
+    def parameter(self, shape: tuple[int, int], dtype: torch.dtype, name: str) -> Tensor:
+        """A weight more, which a what-if adds to the program."""
+        fake = self.results.empty(shape, (shape[1], 1), dtype, self.device).requires_grad_(True)
+        mark_parameter(fake)
+        self._parameters[id(fake)] = fake
+        self._held.append((name, fake, "weights"))
+        return fake
+
     def optimizer_tensors(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
