@@ -42,10 +42,10 @@ _NO_BATCH_HELPS = (
 )
 
 
-_LAST_RESORT = "Shard the weights (FSDP), take a smaller model, or a larger GPU."
+_LAST_RESORT = "Shrink the model or the sequence length, shard the weights (FSDP), or take a larger GPU."
 
 
-def _most_of(holders: Sequence[tuple[str, int]], *, traced: bool = False) -> str:
+def _most_of(holders: Sequence[tuple[str, int]], *, traced: bool = False, further: str = "") -> str:
     """Who holds the most, as a sentence of an error, and the command that shows more."""
     from batchfit._units import format_bytes
 
@@ -54,7 +54,7 @@ def _most_of(holders: Sequence[tuple[str, int]], *, traced: bool = False) -> str
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in holders)
     if traced:
         return f" Most of its peak, by a trace of the step: {listed}. {_EXPLAIN_FURTHER}"
-    return f" Most of what is held: {listed}. {_LOOK_FURTHER}"
+    return f" Most of what was held: {listed}. {f'More: {further}.' if further else _LOOK_FURTHER}"
 
 
 def _what_would_fit(
@@ -122,6 +122,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
         changed_bytes: int | None = None,
         tried: Sequence[str] = (),
         traced: bool = False,
+        further: str = "",
     ) -> None:
         from batchfit._units import format_bytes
 
@@ -154,7 +155,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
             advice = f"Allow a smaller size than {size} (min_size, multiple_of), or shrink the model."
         needs = _needs(budget_bytes, peak_bytes, detail)
         text = f"a batch of {size} does not fit on {device} ({needs}). {advice}"
-        held = _most_of(self.holders, traced=traced)
+        held = _most_of(self.holders, traced=traced, further=further)
         super().__init__(f"{text}{held}" + (f" ({detail})" if detail else ""))
 
 

@@ -14,6 +14,7 @@ from batchfit._engine.trial.in_children import InChildren
 from batchfit._engine.trial.in_process import InProcess
 from batchfit._engine.trial.trial import TrialRunner
 from batchfit._explain.shortage import LIMIT_S, for_error
+from batchfit._units import in_use_bytes
 from batchfit.errors import BatchfitError
 from batchfit.results import Trial
 
@@ -26,8 +27,9 @@ _PATIENCE_S = 2 * LIMIT_S  # for a child, which imports what it needs first
 def why_nothing_fits(runs: TrialRunner, last: Trial, budget_bytes: int) -> dict[str, Any]:
     """Keywords of `NothingFitsError` for a search whose smallest size was out of memory."""
     kind = runs.device.name.partition(":")[0]
+    known = {"holders": runs.holders(in_use_bytes(last.message) or last.peak_bytes), "further": runs.further}
     if last.outcome not in ("oom", "killed") or kind not in ("cpu", "cuda"):
-        return {"holders": runs.holders}
+        return known
     asked = {"size": last.size, "budget_bytes": budget_bytes, "on_cpu": kind == "cpu"}
     found = None
     if isinstance(runs, InProcess):
@@ -37,4 +39,4 @@ def why_nothing_fits(runs: TrialRunner, last: Trial, budget_bytes: int) -> dict[
             found = runs.call(_IN_CHILD, asked, timeout_s=_PATIENCE_S)
         except (BatchfitError, OSError) as error:
             log.info("what holds the memory is not known: %s", str(error))
-    return found or {"holders": runs.holders}
+    return found or known

@@ -150,8 +150,9 @@ class InChildren:
         """Not known: the state is in the children."""
         return None
 
-    @property
-    def holders(self) -> list[tuple[str, int]]:
+    further = ""
+
+    def holders(self, live_bytes: int | None) -> list[tuple[str, int]]:
         """Not known: the state is in the children."""
         return []
 
