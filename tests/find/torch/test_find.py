@@ -359,7 +359,7 @@ def test_nothing_fits() -> None:
     [
         (
             "4MiB",
-            "optimizer state, take at least 8.01 MiB. By prediction it does not fit with an 8-bit AdamW",
+            "optimizer state, take at least 8.01 MiB. By prediction it does not fit with an 8-",
         ),
         ("14MiB", "when what the samples need was free again. By prediction it fits with"),
     ],

@@ -135,11 +135,11 @@ def test_a_program_that_does_not_fit_says_who_holds_the_memory(capfd: pytest.Cap
     """Its probe saw the model, its gradients and optimizer at the OOM; the rest is what the step has made."""
     Path("train.py").write_text(LARGE)
     arguments = ["find", "--budget", "24MiB", "--", sys.executable, "train.py", "{}"]
-    found = runner.invoke(app, arguments)
+    found = runner().invoke(app, arguments)
     assert found.exit_code == Code.NOTHING_FITS
     told = found.stderr + capfd.readouterr().err
     assert "Most of what was held: activations and other tensors 1" in told
-    assert "0 4.00 MiB" in told
+    assert "Linear 4.00 MiB" in told
     assert f"More: batchfit explain --batch-size 1 -- {sys.executable} train.py {{}}" in told
 
 

@@ -91,7 +91,8 @@ def top_holders(
         if isinstance(thing, nn.Module):
             for path, module in thing.named_modules():
                 own = list(module.parameters(recurse=False))
-                name = _NUMBERS.sub("*", path) or type(module).__name__
+                name = _NUMBERS.sub("*", path)
+                name = name if name.strip("*.") else type(module).__name__
                 count(name, [*own, *module.buffers(recurse=False), *(one.grad for one in own)])
         elif isinstance(thing, torch.optim.Optimizer):
             count(f"state of {type(thing).__name__}", tensors_in([list(thing.state.values())]))
