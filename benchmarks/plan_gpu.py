@@ -195,7 +195,8 @@ def page(found: dict[str, Any]) -> str:
         "# A plan beside an H200 with 24 GiB",
         "",
         f"{found['about']}. Made by `python benchmarks/plan_gpu.py`: {LENGTH:,} tokens a sample, "
-        "random weights, no margin. The plan was made without a GPU. Each row then trained 12 steps at the predicted size, "
+        "random weights, no margin. The plan was made without a GPU. Each row then trained 12 steps at the "
+        "predicted size, "
         "and at larger ones until one was out of memory. Speeds are beside the fastest row.",
     ]
     for model, plan in found["plans"].items():

@@ -123,7 +123,7 @@ def page(found: dict[str, Any]) -> str:
     lines += [
         "",
         f"Under a cap of {CAP_GIB} GiB a batch of {TOO_MANY} ends with the error below. Its snapshot has "
-        f"{found['bytes'] / 2**20:.1f} MiB; `batchfit why` reads it in {found['why_s']:.1f} s with its start.",
+        f"{found['bytes'] / 2**20:.1f} MiB; `batchfit why` takes {found['why_s']:.1f} s with its start.",
         "",
         "```text",
         *found["error"],
