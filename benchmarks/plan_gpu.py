@@ -38,7 +38,7 @@ def planned(out: Path) -> None:
 
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for model in MODELS:
-        made = batchfit.plan(model, [f"h200={CAP_GIB}GiB"], seq_len=LENGTH, margin=0.0, cache=False)
+        made = batchfit.plan(model, gpus=f"h200={CAP_GIB}GiB", seq_len=LENGTH, margin=0.0, cache=False)
         found.setdefault("plans", {})[model] = json.loads(made.to_json())
         keep(out, found)
 
