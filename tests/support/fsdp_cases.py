@@ -476,7 +476,7 @@ def exact_scaler(rank: int, world_size: int) -> Any:
 
 
 def exact_norms(rank: int, world_size: int) -> Any:
-    """The norm that `step` returns is that of all shards, a plain tensor; the gradients are as torch clips them.
+    """The norm that `step` returns is that of all shards, a plain tensor; gradients are clipped as by torch.
 
     torch 2.8 adds its 1e-6 to the norm of each shard: what it clips differs from unsharded gradients.
     """
