@@ -103,7 +103,7 @@ def shortage_of(
     if beside_bytes is None:
         beside_bytes = 0 if on_cpu else held_beside(reach.parts, rules.gpu)[0]
     capacity_bytes = round(budget_bytes * (1 - margin)) - beside_bytes
-    room = _Room(capacity_bytes, allocator_rules() if settings is None else settings, on_cpu)
+    room = _Allowance(capacity_bytes, allocator_rules() if settings is None else settings, on_cpu)
     study = _ShortStudy(reach, rules, size, room, time.perf_counter() + limit_s)
     try:
         return study.answer()
@@ -132,14 +132,14 @@ def _named(row: PeakPart) -> str:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Allowance:
     """What a step may use, and whether a trace fits it."""
 
     capacity_bytes: int
     settings: AllocatorSettings
     on_cpu: bool
 
-    def growing(self) -> _Room:
+    def growing(self) -> _Allowance:
         """The same with segments that grow."""
         return replace(self, settings=replace(self.settings, expandable_segments=True))
 
@@ -183,7 +183,7 @@ class _ShortStudy:
     reach: StepReach
     rules: CudaRules
     size: int
-    room: _Room
+    room: _Allowance
     ends: float
     _traits: StepTraits = field(default_factory=StepTraits)
     _traced: dict[tuple[str, ...], Trace | None] = field(default_factory=dict)

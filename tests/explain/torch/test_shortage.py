@@ -122,7 +122,7 @@ def peak_with(chosen: list[str], work: batchfit.Workload) -> int:
     from batchfit._engine.trace.workload import rules_for
     from batchfit._engine.workload.reachable import reach_of
 
-    room = shortage._Room(60 * MIB, shortage.allocator_rules(), on_cpu=True)
+    room = shortage._Allowance(60 * MIB, shortage.allocator_rules(), on_cpu=True)
     study = shortage._ShortStudy(reach_of(work), rules_for(work), 1, room, float("inf"))
     study._trace((), first=(study._traits,))
     known = {one.name: one for one in (*study._with_less_activations(), *study._with_less_state())}
