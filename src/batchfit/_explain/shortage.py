@@ -108,9 +108,9 @@ def shortage_of(
     try:
         return study.answer()
     except UntraceableError as error:
-        log.info("what holds the memory is not known: %s", str(error))
+        log.info("no memory breakdown of the size that failed: %s", str(error))
     except Exception as error:  # noqa: BLE001  the error to be explained is what the user shall see
-        log.warning("what holds the memory is not known: %s: %s", type(error).__name__, str(error))
+        log.warning("no memory breakdown of the size that failed: %s: %s", type(error).__name__, str(error))
     return None
 
 

@@ -38,5 +38,5 @@ def why_nothing_fits(runs: TrialRunner, last: Trial, budget_bytes: int) -> dict[
         try:
             found = runs.call(_IN_CHILD, asked, timeout_s=_PATIENCE_S)
         except (BatchfitError, OSError) as error:
-            log.info("what holds the memory is not known: %s", str(error))
+            log.info("no memory breakdown of the size that failed: %s", str(error))
     return found or known
