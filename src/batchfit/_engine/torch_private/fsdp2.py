@@ -25,6 +25,11 @@ def is_sharded(module: object) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def state_of(module: Any) -> Any:
+    """What FSDP2 knows of a sharded module."""
+    return _state(module)
+
+
 def groups(module: Any) -> list[Any]:
     """The groups of parameters that a sharded module gathers and reduces together."""
     return _groups_of(_state(module))

@@ -19,6 +19,8 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.snapshot.contents import (
@@ -35,9 +37,13 @@ from batchfit._engine.snapshot.iterators import twin_of as iterator_twin_of
 from batchfit._engine.snapshot.iterators import warn_of
 from batchfit._engine.snapshot.rng import UndoStack, undo_generator
 from batchfit._engine.torch_private.autograd import gradient_hooks
+from batchfit._engine.torch_private.fake_group import is_fake
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
 from batchfit._engine.torch_private.optimizers import chooses_foreach, forget_steps_of
+from batchfit._engine.torch_private.fsdp2 import is_sharded
+from batchfit._engine.torch_private.sharded import faked_records, local_part, offloaded, with_part
 from batchfit._engine.torch_private.storage import address_of
+from batchfit._engine.trace.communication import Communication
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.quantised import (
     LEAST_PAGED,
@@ -74,6 +80,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self.results = FakeResults(self.mode)
         self.device = device
         self.module_names: dict[int, str] = {}
+        self.communication = Communication()
+        self._spread: dict[int, str] = {}  # names of parameters that are spread over ranks, by id
         self._parts = parts
         self._containers = containers
         self._places = places
@@ -178,6 +186,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             return known
         if isinstance(real, FakeTensor):  # in groups that two optimizers have in common
             return real
+        if isinstance(real, DTensor):
+            return self._spread_over_ranks(real, device)
         if is_made_of_tensors(real):
             return self._made_of_fakes(real, device)
         fake = self.shaped_like(real, self.device if device is None else device, sharing=True)
@@ -207,10 +217,17 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._real.append(real)
         return fake
 
+    def _spread_over_ranks(self, real: DTensor, device: torch.device | None) -> Tensor:
+        """The same part of a tensor as this rank has of the real one."""
+        return self._standing_for(real, with_part(real, self.fake_of(local_part(real), device)))
+
     def _made_of_fakes(self, real: Tensor, device: torch.device | None) -> Tensor:
         """The fake of a tensor that is made of others."""
         with self.mode:
             made: Tensor = rebuilt_with(real, functools.partial(self.fake_of, device=device))
+        return self._standing_for(real, made)
+
+    def _standing_for(self, real: Tensor, made: Tensor) -> Tensor:
         if isinstance(real, nn.Parameter):
             mark_parameter(made)
         if real.requires_grad and real.is_leaf:
@@ -242,13 +259,15 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def _fake_module(self, module: nn.Module) -> None:
         for path, one in module.named_modules():
-            if is_parallel(one):
+            if is_parallel(one) and not (is_fake() and can_fake_ranks(one)):
                 what = f"{path or 'the model'} is {type(one).__name__}"
                 raise UntraceableError(
                     "", "", f"{what}, which issues collectives: predict with what it wraps"
                 )
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)
+            if is_sharded(one):
+                self._fake_records(one)
             tables: tuple[dict[str, Any], ...] = (one._parameters, one._buffers)
             for table in tables:
                 for name, tensor in list(table.items()):
@@ -263,16 +282,41 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                     twin = vars(one)[name] = twin_of(value, self.fake_of)
                     self._held += [(f"{path}.{name}", part, "weights") for part in parts_of(twin)]
 
+    def _fake_records(self, module: nn.Module) -> None:
+        """FSDP2 keeps the parameters that it shards a second time, and those on the host are no memory here."""
+        for parameter in offloaded(module):
+            self.fake_of(parameter, torch.device("cpu"))
+        stack = contextlib.ExitStack()
+        self._undo.push("FSDP2's records", stack.close)
+        stack.enter_context(faked_records(module, self.fake_of, self.device))
+
+    def exchange(self, name: str, before: Tensor, after: Tensor) -> None:
+        """A parameter was spread over ranks: from now on this rank has a part of it."""
+        gone = {id(before), id(before.grad)}
+        self._held = [one for one in self._held if id(one[1]) not in gone]
+        self._held += [(name, part, "weights") for part in parts_of(after) if part.device == self.device]
+        if self._parameters.pop(id(before), None) is not None:
+            self._parameters[id(after)] = after
+            self._spread[id(after)] = name
+
+    def names_of_spread(self) -> dict[int, str]:
+        """The names of parameters that are spread over ranks, by their ids."""
+        return dict(self._spread)
+
     def _hold(self, real: Tensor, name: str, *, learns: bool) -> None:
         """It is on the device before the first step, and its gradient if it has one."""
         fake = self.fake_of(real)
+        if isinstance(fake, DTensor):
+            self._spread[id(fake)] = name
         if real.is_leaf and real.grad is not None:
-            fake.grad = self.shaped_like(real.grad, self.device)
+            spread = isinstance(real.grad, DTensor)
+            fake.grad = self.fake_of(real.grad) if spread else self.shaped_like(real.grad, self.device)
         if learns:
             self._parameters[id(fake)] = fake
         if real.device.type != "meta" or self._is_meta:
             beside = vars(fake).values() if holds_tensors(real) else ()
-            self._held += [(name, part, "weights") for whole in [fake, *beside] for part in parts_of(whole)]
+            parts = (part for whole in [fake, *beside] for part in parts_of(whole))
+            self._held += [(name, one, "weights") for one in parts if one.device == self.device]
 
     def _fake_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
@@ -421,6 +465,11 @@ def _put_gradient(real: Tensor, before: Tensor | None) -> None:
     """The gradient as it was, if the step reached the tensor by a way of its own and took it."""
     if real.grad is not before:
         real.grad = before
+
+
+def can_fake_ranks(module: nn.Module) -> bool:
+    """Whether a step with it can be traced under a process group that only pretends to have other ranks."""
+    return is_sharded(module) or isinstance(module, DistributedDataParallel)
 
 
 def _clear_if_filled(cached: Any, misses: int) -> None:

@@ -1,0 +1,191 @@
+"""Models and ways to spread them over ranks: what real gloo ranks run, and what one process predicts.
+
+A way is a name of `WAYS`: the model is wrapped by the program itself, as a user would write it. `LAYOUTS` are
+those that `shard=` can name for a model that nobody wrapped.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cpu_truth import STEPS
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import batchfit
+
+SIZE = 4
+
+
+class Mlp(nn.Module):
+    """Blocks of two layers, of lengths that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(301, 1001), nn.GELU(), nn.Linear(1001, 301)) for _ in range(4))
+        self.layers = nn.ModuleList(blocks)
+        self.head = nn.Linear(301, 103)
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = value + layer(value)
+        return self.head(value)
+
+
+def mlp() -> tuple[nn.Module, Any, Any]:
+    return Mlp(), lambda model, x: model(x).square().mean(), lambda n: torch.randn(n, 16, 301)
+
+
+def _tokens(vocabulary: int, length: int) -> Callable[[int], dict[str, Tensor]]:
+    def make(n: int) -> dict[str, Tensor]:
+        ids = torch.zeros(n, length, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def _own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def gpt2() -> tuple[nn.Module, Any, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=4, n_head=4, n_embd=192, vocab_size=2003, n_positions=128, use_cache=False,
+        attn_implementation="eager",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config), _own_loss, _tokens(2003, 64)
+
+
+def llama() -> tuple[nn.Module, Any, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=192, intermediate_size=512, num_attention_heads=6, vocab_size=1999,
+        num_key_value_heads=3, max_position_embeddings=128, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    return LlamaForCausalLM(config), _own_loss, _tokens(1999, 64)
+
+
+def vit() -> tuple[nn.Module, Any, Any]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        num_hidden_layers=4, hidden_size=192, intermediate_size=700, num_attention_heads=4, image_size=64,
+        patch_size=8, num_labels=101, attn_implementation="eager",
+    )  # fmt: skip
+    labels = {"labels": torch.zeros(1, dtype=torch.int64)}
+
+    def make(n: int) -> dict[str, Tensor]:
+        return {"pixel_values": torch.randn(n, 3, 64, 64), "labels": labels["labels"].repeat(n)}
+
+    return ViTForImageClassification(config), _own_loss, make
+
+
+def resnet() -> tuple[nn.Module, Any, Any]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=32, hidden_sizes=[64, 128, 256, 384], depths=[2, 2, 2, 2], num_labels=103,
+        layer_type="basic",
+    )  # fmt: skip
+
+    def make(n: int) -> dict[str, Tensor]:
+        return {"pixel_values": torch.randn(n, 3, 64, 64), "labels": torch.zeros(n, dtype=torch.int64)}
+
+    return ResNetForImageClassification(config), _own_loss, make
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
+    "mlp": mlp, "gpt2": gpt2, "llama": llama, "vit": vit, "resnet": resnet,
+}  # fmt: skip
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return [one for part in model.modules() if isinstance(part, nn.ModuleList) for one in part]
+
+
+def _fully(model: nn.Module, *, blocks: bool = True, **how: Any) -> nn.Module:
+    for one in _blocks(model) if blocks else ():
+        fully_shard(one, **how)
+    return fully_shard(model, **how)
+
+
+def _bf16(model: nn.Module) -> nn.Module:
+    return _fully(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def _hsdp(model: nn.Module, **how: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return _fully(model, mesh=mesh, **how)
+
+
+def _prefetched(model: nn.Module) -> nn.Module:
+    _fully(model)
+    blocks: list[Any] = _blocks(model)
+    for at, one in enumerate(blocks):
+        one.set_modules_to_forward_prefetch(blocks[at + 1 : at + 3])
+        one.set_modules_to_backward_prefetch(blocks[max(0, at - 2) : at][::-1])
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fsdp2": _fully,
+    "fsdp2-root": lambda model: _fully(model, blocks=False),
+    "fsdp2-keep": lambda model: _fully(model, reshard_after_forward=False),
+    "fsdp2-int": lambda model: _fully(model, reshard_after_forward=2),
+    "fsdp2-bf16": _bf16,
+    "fsdp2-prefetch": _prefetched,
+    "fsdp2-offload": lambda model: _fully(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "hsdp": _hsdp,
+    "hsdp-bf16": lambda model: _hsdp(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "ddp": DistributedDataParallel,
+    "ddp-views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
+    "ddp-small": lambda model: DistributedDataParallel(model, bucket_cap_mb=1),
+}
+# What `shard=` names, by the way that a program would write it.
+LAYOUTS = {
+    "fsdp2": "fsdp2", "fsdp2-keep": "zero2", "fsdp2-int": "fsdp2:reshard=2", "fsdp2-bf16": "fsdp2:bf16",
+    "hsdp": "hsdp:2x2", "ddp": "ddp",
+}  # fmt: skip
+
+
+def workload(model: str, way: str | None, *, optimizer: Any = torch.optim.AdamW) -> batchfit.Workload:
+    """The model, wrapped by the program where a way is given."""
+    torch.manual_seed(0)
+    plain, loss, batch = MODELS[model]()
+    wrapped = plain if way is None else WAYS[way](plain)
+    return batchfit.training(wrapped, optimizer(wrapped.parameters()), loss, batch)
+
+
+def truth(rank: int, cases: list[tuple[str, str]]) -> Any:
+    """The real peak of this rank, and what it holds between steps, of each case."""
+    found = []
+    for model, way in cases:
+        found.append(_measured(model, way))
+        dist.barrier()
+    return found
+
+
+def _measured(model: str, way: str) -> list[int]:
+    """The lowest peak of some steps: a thread of gloo's may hold a buffer of a collective a moment longer."""
+    gc.collect()
+    with batchfit.virtual_memory("64GiB") as memory:
+        beside = memory.allocated_bytes
+    work = workload(model, way)
+    gc.collect()
+    peaks = []
+    with batchfit.virtual_memory("64GiB") as memory:
+        for _ in range(STEPS + 3):
+            memory.reset_peak()
+            work.step(SIZE)
+            peaks.append(memory.peak_bytes - beside)
+        return [min(peaks[STEPS:]), memory.allocated_bytes - beside]
