@@ -67,10 +67,11 @@ def kernels_of_a_cpu() -> Iterator[None]:
         yield
 
 
-def predicted(workload: batchfit.Workload, size: int) -> Peaks:
+def predicted(workload: batchfit.Workload, size: int, *, changes: tuple[Any, ...] = ()) -> Peaks:
     """What a trace says of the last of several steps."""
+    rules = rules_for(workload, gpu_named("h200"))
     with kernels_of_a_cpu():
-        found = trace(workload, size, rules=rules_for(workload, gpu_named("h200")), steps=STEPS)
+        found = trace(workload, size, rules=rules, steps=STEPS, changes=changes)
     return peaks_of(found)
 
 

@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cpu_truth import STEPS
+from cpu_truth import STEPS, Peaks, predicted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import batchfit
+from batchfit._engine.sharding.pure.layout import ShardLayout
+from batchfit._engine.sharding.sharding import changes_for
+from batchfit._engine.workload.reachable import reach_of
 
 SIZE = 4
 
@@ -148,22 +152,41 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "hsdp": _hsdp,
     "hsdp-bf16": lambda model: _hsdp(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "ddp": DistributedDataParallel,
+    "zero1": DistributedDataParallel,
     "ddp-views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
     "ddp-small": lambda model: DistributedDataParallel(model, bucket_cap_mb=1),
 }
 # What `shard=` names, by the way that a program would write it.
 LAYOUTS = {
     "fsdp2": "fsdp2", "fsdp2-keep": "zero2", "fsdp2-int": "fsdp2:reshard=2", "fsdp2-bf16": "fsdp2:bf16",
-    "hsdp": "hsdp:2x2", "ddp": "ddp",
+    "hsdp": "hsdp:2x2", "ddp": "ddp", "zero1": "zero1",
 }  # fmt: skip
 
 
-def workload(model: str, way: str | None, *, optimizer: Any = torch.optim.AdamW) -> batchfit.Workload:
-    """The model, wrapped by the program where a way is given."""
+def workload(model: str, way: str | None) -> batchfit.Workload:
+    """The model, wrapped by the program where a way is given; on a CPU torch takes no foreach form."""
     torch.manual_seed(0)
     plain, loss, batch = MODELS[model]()
     wrapped = plain if way is None else WAYS[way](plain)
-    return batchfit.training(wrapped, optimizer(wrapped.parameters()), loss, batch)
+    parameters = list(wrapped.parameters())
+    optimizer: torch.optim.Optimizer
+    if way == "zero1":
+        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, foreach=False)
+    else:
+        optimizer = torch.optim.AdamW(parameters, foreach=False)
+    return batchfit.training(wrapped, optimizer, loss, batch)
+
+
+def predicted_here(model: str, way: str, ranks: int, layout: str | None = None) -> Peaks:
+    """What one process predicts; with a `layout` of a model that nobody wrapped."""
+    with batchfit.fake_ranks(ranks):
+        if layout is None:
+            work = workload(model, way)
+            changes = changes_for(reach_of(work), None)
+        else:
+            work = workload(model, None)
+            changes = changes_for(reach_of(work), ShardLayout.parse(layout, ranks=ranks))
+        return predicted(work, SIZE, changes=changes)
 
 
 def truth(rank: int, cases: list[tuple[str, str]]) -> Any:

@@ -70,6 +70,11 @@ FAKE_GROUP: Final = Ground(
     lost="there is no process group that only pretends to have other ranks",
     remedy=_OTHER_TORCH,
 )
+SHARED_STATE: Final = Ground(
+    feature="a prediction with a ZeroRedundancyOptimizer",
+    lost="which rank has which parameters cannot be dealt out again",
+    remedy=_OTHER_TORCH,
+)
 FSDP2_ON_CPU: Final = Ground(
     feature="FSDP2 on a CPU",
     since="2.8",

@@ -299,6 +299,10 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             self._parameters[id(after)] = after
             self._spread[id(after)] = name
 
+    def hold_beside(self, name: str, tensor: Tensor, kind: str) -> None:
+        """Something more is on the device before the first step."""
+        self._held.append((name, tensor, kind))
+
     def names_of_spread(self) -> dict[int, str]:
         """The names of parameters that are spread over ranks, by their ids."""
         return dict(self._spread)

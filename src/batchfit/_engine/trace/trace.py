@@ -96,6 +96,7 @@ class WorkloadTraces:
 
     reach: StepReach
     rules: CudaRules
+    changes: tuple[Any, ...] = ()  # contexts of each trace, as `trace` takes them
 
     @property
     def steps(self) -> int:
@@ -116,7 +117,10 @@ class WorkloadTraces:
 
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         workload, reach = self.reach.workload, self.reach
-        return trace(workload, size, rules=self.rules, steps=steps, limit_s=limit_s, reach=reach)
+        rules, changes = self.rules, self.changes
+        return trace(
+            workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach
+        )
 
     def unseen(self) -> tuple[str, ...]:
         return tuple(unseen(self.reach.parts))
