@@ -1,4 +1,4 @@
-"""DistributedDataParallel in a trace: its buckets, what it broadcasts, and gradients that are views of buckets.
+"""DistributedDataParallel in a trace: its buckets, its broadcasts, and gradients that are views of buckets.
 
 Rules: the reducer is C++ and keeps the real parameters, so a trace does in its place what takes memory there
 (torch/csrc/distributed/c10d/reducer.cpp): buckets as large as all gradients, from before the first step on,
@@ -51,8 +51,8 @@ class _Reducer:
     """What a reducer holds of one model's gradients."""
 
     faked: Faked
-    parameters: list[Tensor]
-    buffers: list[Tensor]
+    parameters: Sequence[Tensor]
+    buffers: Sequence[Tensor]
     limits: tuple[int, int]
     as_views: bool
     places: dict[int, Tensor] = field(default_factory=dict)  # of each gradient in its bucket, by parameter
@@ -98,7 +98,7 @@ class _Reducer:
     def _hold(self) -> None:
         """Buckets are there before the first step; nobody else keeps them."""
         for bucket in {id(one): one for one in map(_whole, self.places.values())}.values():
-            self.faked.hold_beside("DDP's buckets", bucket, COMMUNICATION)
+            self.faked.holding.add("DDP's buckets", bucket, COMMUNICATION)
 
     def lay_out(self, parameters: Sequence[Tensor]) -> None:
         """Buckets for these gradients, in this order; none of the buckets before is kept."""

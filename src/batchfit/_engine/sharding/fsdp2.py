@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from batchfit._engine.sharding.blocks import repeated_blocks
 from batchfit._engine.sharding.pure.layout import ShardLayout
-from batchfit._engine.torch_private.sharded import forget_sharding, sharding_on
+from batchfit._engine.torch_private.fsdp2 import forget_sharding, sharding_on
 from batchfit._engine.trace.fake_state import Faked
 from batchfit.workload import Workload
 
@@ -60,7 +60,7 @@ class FullyShard:
                         fully_shard(module, **policies)
                 after = dict(model.named_parameters())
                 for name, parameter in before.items():
-                    faked.exchange(name, parameter, after[name])
+                    faked.holding.exchange(name, parameter, after[name])
                 give_parameters(self.optimizers, {id(before[name]): after[name] for name in before})
             yield
         finally:

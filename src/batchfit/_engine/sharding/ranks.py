@@ -1,4 +1,4 @@
-"""`fake_ranks`: a process group of many ranks in one process, in which a program can be built and predicted."""
+"""`fake_ranks`: a process group of many ranks in one process, to build and predict a program in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from batchfit._engine.cuda_model.dispatch import replaced
-from batchfit._engine.torch_private.fake_group import fake_group, is_fake
+from batchfit._engine.torch_private.process_groups import fake_group, is_fake
 from batchfit.errors import BatchfitError
 
 
@@ -42,8 +42,8 @@ def fake_ranks(ranks: int) -> Iterator[None]:
             yield
             return
         raise BatchfitError(
-            f"a process group of {dist.get_world_size()} ranks is here already. Predict for other ranks without "
-            "torchrun, in a process of its own"
+            f"a process group of {dist.get_world_size()} ranks is here already. Predict for other ranks "
+            "without torchrun, in a process of its own"
         )
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():

@@ -32,7 +32,7 @@ def changes_for(reach: StepReach, layout: ShardLayout | None) -> tuple[Any, ...]
     if layout is None:
         if not wrapped:
             raise ValueError(
-                'shard must be given with ranks ("fsdp2", "ddp") where the program itself shards nothing, not None'
+                'shard must be given with ranks ("fsdp2", "ddp"), not None: the program itself shards nothing'
             )
         unique = {id(one): one for one in wrapped if isinstance(one, DistributedDataParallel)}
         shared = tuple(part for part in reach.parts if shares_state(part))
@@ -40,8 +40,12 @@ def changes_for(reach: StepReach, layout: ShardLayout | None) -> tuple[Any, ...]
         return (*buckets, OwnShares(shared)) if shared else buckets
     if wrapped:
         kind = type(wrapped[0]).__name__
-        raise ValueError(f"shard must be left out where the program shards its model itself ({kind}), not {layout.name!r}")
-    models = tuple(_outermost(part for part in modules if any(one.requires_grad for one in part.parameters())))
+        raise ValueError(
+            f"shard must be left out, not {layout.name!r}: the program shards its model itself ({kind})"
+        )
+    models = tuple(
+        _outermost(part for part in modules if any(one.requires_grad for one in part.parameters()))
+    )
     optimizers = tuple(part for part in reach.parts if isinstance(part, torch.optim.Optimizer))
     if layout.kind == "fsdp2":
         return (FullyShard(layout, models, optimizers),)
@@ -60,11 +64,13 @@ def _outermost(models: Any) -> list[nn.Module]:
 def caveats(reach: StepReach) -> list[str]:
     """What a trace of one rank does not show."""
     found = [
-        "several ranks: traced on one process, and not confirmed on GPUs; streams and prefetch are replayed as "
-        "FSDP2's Python code orders them, and NCCL's own buffers lie outside the allocator and are not counted"
+        "several ranks: traced on one process, not confirmed on GPUs; what NCCL takes for itself is not "
+        "counted: it lies outside the allocator"
     ]
     for part in reach.parts:
         for one in part.modules() if isinstance(part, nn.Module) else ():
             if isinstance(one, DistributedDataParallel) and ddp.has_hook(one):
-                found.append("a communication hook of DistributedDataParallel: not run, what it takes is missing")
+                found.append(
+                    "DistributedDataParallel's communication hook: not run, what it takes is missing"
+                )
     return found

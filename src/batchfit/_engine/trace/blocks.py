@@ -94,8 +94,7 @@ class Blocks(TraceLog):
             entry = self._known.pop(address, None)
             if entry is None:
                 return
-            block = entry[1]  # another one where the storage was resized
-            others = self._shared.pop(block, 0)
+            others = self._shared.pop(block := entry[1], 0)  # another one where the storage was resized
             if others:
                 self._shared[block] = others - 1
             else:
@@ -154,21 +153,18 @@ class Blocks(TraceLog):
 
 @final
 class Whereabouts:
-    """Follows a step. `outside` is the code that calls it: what lies beyond is no part of the step.
-
-    `detailed`: an origin has all lines of the program that were running, not only the innermost.
-    """
+    """Follows a step. `outside` is the code that calls it, and no part of it; `detailed` as in a trace."""
 
     def __init__(
         self,
         module_names: Mapping[int, str],
         outside: CodeType,
+        communication: Communication,
         *,
         detailed: bool = False,
-        communication: Communication | None = None,
     ) -> None:
         self._module_names = module_names
-        self._communication = communication or Communication()
+        self._communication = communication
         self._outside = outside
         self._detailed = detailed
         self._modules: list[str] = []
@@ -251,8 +247,7 @@ class Whereabouts:
             module, source, lines = self._of_node()
         else:
             module, source, lines = self._here()
-        stream = self._communication.stream
-        return Origin(kind, phase, module, source, operation, lines, stream=stream)
+        return Origin(kind, phase, module, source, operation, lines, stream=self._communication.stream)
 
     def note_node(self) -> None:
         """Remember where we are for the backward of this operation.

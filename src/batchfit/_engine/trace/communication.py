@@ -12,7 +12,9 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.torch_private.fake_group import is_fake
+from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.torch_private.fsdp2 import collectives_noted
+from batchfit._engine.torch_private.process_groups import is_fake
 
 COMMUNICATION = "communication"
 
@@ -54,9 +56,6 @@ def followed(communication: Communication) -> Iterator[None]:
     if not is_fake():
         yield
         return
-    # FSDP2's private parts are loaded by those only who have a process group.
-    from batchfit._engine.torch_private.sharded import collectives_noted
-
     numbers: dict[int, int] = {}
     kept: list[Any] = []  # so that no other stream gets the id of one that is gone
 
@@ -66,10 +65,5 @@ def followed(communication: Communication) -> Iterator[None]:
         kept.append(one)
         return communication.on_stream(numbers.setdefault(id(one), len(numbers) + 1))
 
-    before = torch.cpu.stream
-    with collectives_noted(communication.inside):
-        torch.cpu.stream = stream
-        try:
-            yield
-        finally:
-            torch.cpu.stream = before
+    with collectives_noted(communication.inside), replaced(torch.cpu, "stream", stream):
+        yield

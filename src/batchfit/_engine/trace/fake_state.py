@@ -20,7 +20,6 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.snapshot.contents import (
@@ -37,14 +36,21 @@ from batchfit._engine.snapshot.iterators import twin_of as iterator_twin_of
 from batchfit._engine.snapshot.iterators import warn_of
 from batchfit._engine.snapshot.rng import UndoStack, undo_generator
 from batchfit._engine.torch_private.autograd import gradient_hooks
-from batchfit._engine.torch_private.fake_group import is_fake
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
+from batchfit._engine.torch_private.fsdp2 import faked_records, is_sharded, local_part, offloaded, with_part
 from batchfit._engine.torch_private.optimizers import chooses_foreach, forget_steps_of
-from batchfit._engine.torch_private.fsdp2 import is_sharded
-from batchfit._engine.torch_private.sharded import faked_records, local_part, offloaded, with_part
+from batchfit._engine.torch_private.process_groups import is_fake
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.communication import Communication
 from batchfit._engine.trace.fake_cache import FakeResults
+from batchfit._engine.trace.fake_parts import (
+    HeldTensors,
+    can_fake_ranks,
+    clear_if_filled,
+    dense_bytes,
+    on_host,
+    put_gradient,
+)
 from batchfit._engine.trace.quantised import (
     LEAST_PAGED,
     holds_tensors,
@@ -81,16 +87,14 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self.device = device
         self.module_names: dict[int, str] = {}
         self.communication = Communication()
-        self._spread: dict[int, str] = {}  # names of parameters that are spread over ranks, by id
         self._parts = parts
         self._containers = containers
         self._places = places
         self._fakes: dict[int, Tensor] = {}  # by the id of the real tensor, which `_real` keeps alive
         self._real: list[Tensor] = []
         self._bases: dict[int, Tensor] = {}  # by the address of the real storage
-        self._held: list[tuple[str, Tensor, str]] = []
+        self.holding = HeldTensors(device)
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._parameters: dict[int, Tensor] = {}
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._undo = UndoStack()
         self._kept: dict[int, Any] = {}  # by id, each kept alive
@@ -153,25 +157,18 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def held(self) -> Iterator[tuple[str, Tensor, str]]:
         """What is on the device before the first step: name, tensor, kind."""
-        for name, tensor, kind in self._held:
-            # Asked for here and not kept, so that an old gradient goes when the step lets it go.
-            if tensor.is_leaf and tensor.grad is not None:
-                yield name, tensor.grad, "gradients"
-            yield name, tensor, kind
+        return self.holding.entries()
 
     def let_go(self) -> None:
         """From now on only the program holds the fakes: a weight that it replaces (`p.data = new`) goes."""
         self._bases.clear()
         self._fakes.clear()
-        self._held.clear()
+        self.holding.clear()
 
     def counters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Whole numbers in buffers (up to where a queue is filled), which a program reads: their values."""
         for fake, real in self._counters:
             yield fake, real.detach().cpu().clone()
-
-    def parameters(self) -> list[Tensor]:
-        return list(self._parameters.values())
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:
@@ -212,7 +209,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         elif real.requires_grad and real.is_leaf:
             fake.requires_grad_(True)
         if real.requires_grad and real.is_leaf:
-            self._undo.push("a gradient", functools.partial(_put_gradient, real, real.grad))
+            self._undo.push("a gradient", functools.partial(put_gradient, real, real.grad))
         self._fakes[id(real)] = fake
         self._real.append(real)
         return fake
@@ -231,7 +228,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         if isinstance(real, nn.Parameter):
             mark_parameter(made)
         if real.requires_grad and real.is_leaf:
-            self._undo.push("a gradient", functools.partial(_put_gradient, real, real.grad))
+            self._undo.push("a gradient", functools.partial(put_gradient, real, real.grad))
         self._fakes[id(real)] = made
         self._real.append(real)
         return made
@@ -244,7 +241,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         address = address_of(real)
         base = self._bases.get(address)
         if base is None:
-            whole = real.storage_offset() == 0 and storage.nbytes() == _dense_bytes(real)
+            whole = real.storage_offset() == 0 and storage.nbytes() == dense_bytes(real)
             if whole:
                 base = self.results.empty(real.shape, real.stride(), real.dtype, device)
             else:
@@ -280,47 +277,29 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             for name, value in list(vars(one).items()):
                 if holds_tensors(value) and not isinstance(value, nn.Module):
                     twin = vars(one)[name] = twin_of(value, self.fake_of)
-                    self._held += [(f"{path}.{name}", part, "weights") for part in parts_of(twin)]
+                    for part in parts_of(twin):
+                        self.holding.add(f"{path}.{name}", part, "weights")
 
     def _fake_records(self, module: nn.Module) -> None:
-        """FSDP2 keeps the parameters that it shards a second time, and those on the host are no memory here."""
+        """FSDP2 keeps its parameters a second time; those on the host are no memory of the device."""
         for parameter in offloaded(module):
             self.fake_of(parameter, torch.device("cpu"))
         stack = contextlib.ExitStack()
         self._undo.push("FSDP2's records", stack.close)
         stack.enter_context(faked_records(module, self.fake_of, self.device))
 
-    def exchange(self, name: str, before: Tensor, after: Tensor) -> None:
-        """A parameter was spread over ranks: from now on this rank has a part of it."""
-        gone = {id(before), id(before.grad)}
-        self._held = [one for one in self._held if id(one[1]) not in gone]
-        self._held += [(name, part, "weights") for part in parts_of(after) if part.device == self.device]
-        if self._parameters.pop(id(before), None) is not None:
-            self._parameters[id(after)] = after
-            self._spread[id(after)] = name
-
-    def hold_beside(self, name: str, tensor: Tensor, kind: str) -> None:
-        """Something more is on the device before the first step."""
-        self._held.append((name, tensor, kind))
-
-    def names_of_spread(self) -> dict[int, str]:
-        """The names of parameters that are spread over ranks, by their ids."""
-        return dict(self._spread)
-
     def _hold(self, real: Tensor, name: str, *, learns: bool) -> None:
         """It is on the device before the first step, and its gradient if it has one."""
         fake = self.fake_of(real)
-        if isinstance(fake, DTensor):
-            self._spread[id(fake)] = name
         if real.is_leaf and real.grad is not None:
             spread = isinstance(real.grad, DTensor)
             fake.grad = self.fake_of(real.grad) if spread else self.shaped_like(real.grad, self.device)
         if learns:
-            self._parameters[id(fake)] = fake
+            self.holding.learns(name, fake)
         if real.device.type != "meta" or self._is_meta:
             beside = vars(fake).values() if holds_tensors(real) else ()
-            parts = (part for whole in [fake, *beside] for part in parts_of(whole))
-            self._held += [(name, one, "weights") for one in parts if one.device == self.device]
+            for part in (part for whole in [fake, *beside] for part in parts_of(whole)):
+                self.holding.add(name, part, "weights")
 
     def _fake_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
@@ -334,7 +313,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             group["params"] = [self.fake_of(one) for one in values["params"]]
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    group[name] = self.fake_of(value, torch.device("cpu") if _on_host(value) else None)
+                    group[name] = self.fake_of(value, torch.device("cpu") if on_host(value) else None)
             if chooses and values.get("foreach", False) is None and not values.get("fused"):
                 # On a GPU torch would choose this itself; it does not see that these are parameters.
                 tensor_lr = isinstance(values.get("lr"), Tensor) and not values.get("capturable")
@@ -369,11 +348,11 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         faked = {}
         for name, value in entries.items():
             if isinstance(value, Tensor):
-                on_host = _on_host(value) or getattr(value, "is_paged", False)
-                faked[name] = self.fake_of(value, torch.device("cpu") if on_host else None)
-                if not on_host:
-                    parts = parts_of(faked[name])
-                    self._held += [(f"optimizer.{name}", part, "optimizer") for part in parts]
+                stays = on_host(value) or getattr(value, "is_paged", False)
+                faked[name] = self.fake_of(value, torch.device("cpu") if stays else None)
+                if not stays:
+                    for part in parts_of(faked[name]):
+                        self.holding.add(f"optimizer.{name}", part, "optimizer")
             else:
                 faked[name] = value
         return faked
@@ -424,7 +403,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         Only itself: what is inside was found by itself, or is data.
         """
         if isinstance(value, functools._lru_cache_wrapper):
-            undo = functools.partial(_clear_if_filled, value, value.cache_info().misses)
+            undo = functools.partial(clear_if_filled, value, value.cache_info().misses)
             self._undo.push("a cached function", undo)
         elif id(value) not in self._kept:
             self._note(value)
@@ -463,32 +442,3 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, (*_KNOWN, *_CONTAINERS, *BYTES)) or is_array(value):
         return True
     return undo_generator(value) is not None or is_record(value)
-
-
-def _put_gradient(real: Tensor, before: Tensor | None) -> None:
-    """The gradient as it was, if the step reached the tensor by a way of its own and took it."""
-    if real.grad is not before:
-        real.grad = before
-
-
-def can_fake_ranks(module: nn.Module) -> bool:
-    """Whether a step with it can be traced under a process group that only pretends to have other ranks."""
-    return is_sharded(module) or isinstance(module, DistributedDataParallel)
-
-
-def _clear_if_filled(cached: Any, misses: int) -> None:
-    """Forget what a cache was given in a trace: fakes; what it held before is made again when asked for."""
-    if cached.cache_info().misses != misses:
-        cached.cache_clear()
-
-
-def _on_host(tensor: Tensor) -> bool:
-    """Counters and learning rates: torch keeps them on the CPU, beside parameters on a GPU."""
-    return tensor.dim() == 0 and tensor.device.type == "cpu"
-
-
-def _dense_bytes(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()

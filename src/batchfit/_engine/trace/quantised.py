@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from batchfit._engine.torch_private.dispatch import is_wrapper
-from batchfit._engine.torch_private.sharded import local_part
+from batchfit._engine.torch_private.fsdp2 import local_part
 
 _LIBRARY = "bitsandbytes"
 LEAST_PAGED = 1e5  # elements: bitsandbytes pages no smaller state

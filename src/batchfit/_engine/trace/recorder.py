@@ -78,9 +78,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self.blocks = Blocks(detailed=detailed)
         self.in_place = InPlace()
         self.generating: Generating | None = None  # set where the step generates
-        self._where = Whereabouts(
-            faked.module_names, outside, detailed=detailed, communication=faked.communication
-        )
+        names, communication = faked.module_names, faked.communication
+        self._where = Whereabouts(names, outside, communication, detailed=detailed)
         self._values = KnownValues()
         self._operations: dict[Any, Operation] = {}
         self.reads = LibraryReads()
@@ -90,7 +89,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         for name, tensor, kind in faked.held():
             self.blocks.see(tensor, Origin(kind, "held", module=name))
             self._names.setdefault(id(tensor), name)
-        self._names |= faked.names_of_spread()
+        self._names |= faked.holding.names_of_spread()
         for counter, value in faked.counters():
             self._values.put(counter, value)
         faked.let_go()
@@ -99,7 +98,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Follows the step, to say what a block is for."""
-        learning = [one for one in self.faked.parameters() if one.requires_grad]
+        learning = [one for one in self.faked.holding.parameters() if one.requires_grad]
         with self._where.followed(learning, on_gradient=self._mark_gradient, on_state=self._mark_state):
             yield
 

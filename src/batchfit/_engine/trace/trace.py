@@ -118,9 +118,7 @@ class WorkloadTraces:
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         workload, reach = self.reach.workload, self.reach
         rules, changes = self.rules, self.changes
-        return trace(
-            workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach
-        )
+        return trace(workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach)
 
     def unseen(self) -> tuple[str, ...]:
         return tuple(unseen(self.reach.parts))

@@ -48,7 +48,9 @@ class ShardLayout:
         if kind != "fsdp2" and options:
             raise ValueError(f"shard must be {name!r} without options, not {text!r}")
         if kind != "fsdp2" and offload:
-            raise ValueError(f"offload must be left out with shard={text!r}: only FSDP2 keeps shards on the host")
+            raise ValueError(
+                f"offload must be left out with shard={text!r}: only FSDP2 keeps shards on the host"
+            )
         dtype, reshard = _read(text, options, ranks)
         if name == "zero2" and reshard is None:
             reshard = False
@@ -76,9 +78,13 @@ def _read(text: str, options: list[str], shards: int) -> tuple[str, bool | int |
         elif name == "reshard" and value.isdigit():
             reshard = int(value)
             if not 1 < reshard < shards or shards % reshard:
-                raise ValueError(f"shard must have a reshard that divides {shards}, and is less, not {text!r}")
+                raise ValueError(
+                    f"shard must have a reshard that divides {shards}, and is less, not {text!r}"
+                )
         else:
-            raise ValueError(f"shard must have only options of {', '.join(_OPTIONS)}, not {one!r} in {text!r}")
+            raise ValueError(
+                f"shard must have only options of {', '.join(_OPTIONS)}, not {one!r} in {text!r}"
+            )
     return dtype, reshard
 
 
