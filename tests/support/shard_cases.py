@@ -7,6 +7,7 @@ those that `shard=` can name for a model that nobody wrapped.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from cpu_truth import STEPS, Peaks, predicted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import batchfit
@@ -163,6 +163,13 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def _sharing(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, foreach=False)
+
+
 def workload(model: str, way: str | None) -> batchfit.Workload:
     """The model, wrapped by the program where a way is given; on a CPU torch takes no foreach form."""
     torch.manual_seed(0)
@@ -170,11 +177,8 @@ def workload(model: str, way: str | None) -> batchfit.Workload:
     wrapped = plain if way is None else WAYS[way](plain)
     parameters = list(wrapped.parameters())
     optimizer: torch.optim.Optimizer
-    if way == "zero1":
-        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, foreach=False)
-    else:
-        optimizer = torch.optim.AdamW(parameters, foreach=False)
-    return batchfit.training(wrapped, optimizer, loss, batch)
+    optimizer = _sharing(parameters) if way == "zero1" else torch.optim.AdamW(parameters, foreach=False)
+    return batchfit.training(wrapped, optimizer, loss, batch, keep_outputs=False)
 
 
 def predicted_here(model: str, way: str, ranks: int, layout: str | None = None) -> Peaks:
