@@ -40,6 +40,7 @@ _EXPORTS = {
     "SweepRecord": "batchfit.results",
     "SweepResult": "batchfit.results",
     "ThroughputProfile": "batchfit.results",
+    "TokenBatchSampler": "batchfit._loader.token_sampler",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
     "check_memory": "batchfit._check.check",
@@ -91,6 +92,7 @@ __all__ = [
     "SweepRecord",
     "SweepResult",
     "ThroughputProfile",
+    "TokenBatchSampler",
     "Trial",
     "Workload",
     "check_memory",
@@ -126,6 +128,7 @@ if TYPE_CHECKING:
     from batchfit._explain.explain import explain_memory
     from batchfit._find.find import find_batch_size
     from batchfit._loader.loader import ResizableLoader
+    from batchfit._loader.token_sampler import TokenBatchSampler
     from batchfit._microbatch.microbatcher import Microbatcher
     from batchfit._noise.gradient_noise import GradientNoise
     from batchfit._plan.plan import plan

@@ -24,10 +24,10 @@ from batchfit._check.pure.record import PeakRecord, TracedRecord, other_versions
 from batchfit._check.record import project_root, record_of
 from batchfit._engine.allocator.gpus import DEFAULT, gpu_named
 from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.trace.oracle import Oracle, allocator_caveats, allocator_rules, margin_of
 from batchfit._engine.trace.trace import unseen
 from batchfit._engine.trace.workload import rules_for, trace_workload
 from batchfit._engine.workload.reachable import StepReach, reach_of
-from batchfit._predict.oracle import Oracle, allocator_caveats, allocator_rules, margin_of
 from batchfit.errors import NothingFitsError, ResultFileError
 from batchfit.results import MemoryCheck
 from batchfit.workload import Workload, as_workload

@@ -1,8 +1,8 @@
 """`predict_batch_size`: the largest size, from a trace with fake tensors. No step runs.
 
 Rules:
-- An oracle (`_predict.oracle`) answers from a trace. With a GPU, two small real runs show what the trace did
-  not see.
+- An oracle (`_engine.trace.oracle`) answers from a trace. With a GPU, two small real runs show what the
+  trace did not see.
 - Tracing issues no collectives. Under `torch.distributed` all ranks predict, and all return the same: the
   answer of the rank on which the fewest samples fit, and for each budget the fewest that fit anywhere.
 - Nothing fits on one rank: that is every rank's answer. Another error is raised unchanged on its own rank,
@@ -30,17 +30,7 @@ from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.trace.trace import TraceSource
-from batchfit._engine.trace.workload import (
-    STRAIGHT,
-    TracedWorkload,
-    rules_for,
-    trace_source,
-    trace_workload,
-)
-from batchfit._engine.trial.trial import run_trial
-from batchfit._engine.workload.reachable import reach_of
-from batchfit._predict.oracle import (
+from batchfit._engine.trace.oracle import (
     Basis,
     Oracle,
     Oracles,
@@ -51,6 +41,16 @@ from batchfit._predict.oracle import (
     is_recurrent,
     margin_of,
 )
+from batchfit._engine.trace.trace import TraceSource
+from batchfit._engine.trace.workload import (
+    STRAIGHT,
+    TracedWorkload,
+    rules_for,
+    trace_source,
+    trace_workload,
+)
+from batchfit._engine.trial.trial import run_trial
+from batchfit._engine.workload.reachable import reach_of
 from batchfit._predict.pure.options import Budget, PredictOptions
 from batchfit._units import format_bytes
 from batchfit.errors import BatchfitError, NothingFitsError, RankFailedError, RanksDisagreeError

@@ -17,13 +17,13 @@ from batchfit._engine.allocator.gpus import DEFAULT, GPUS, Gpu
 from batchfit._engine.allocator.replay import Simulation, simulate
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace import generation, workload
+from batchfit._engine.trace.oracle import MARGINS, Oracle, allocator_rules
 from batchfit._engine.trace.trace import trace, unseen
 from batchfit._engine.trace.workload import rules_for, trace_workload
 from batchfit._find import predict_first
 from batchfit._find.predict_first import Foresight
 from batchfit._predict import oracle as _oracle
 from batchfit._predict import predict as _predict
-from batchfit._predict.oracle import MARGINS, Oracle, allocator_rules
 from batchfit._predict.predict import calibration
 from batchfit.errors import NothingFitsError, UntraceableError
 from batchfit.results import Prediction
