@@ -64,8 +64,8 @@ def _outermost(models: Any) -> list[nn.Module]:
 def caveats(reach: StepReach) -> list[str]:
     """What a trace of one rank does not show."""
     found = [
-        "several ranks: traced on one process, not confirmed on GPUs; what NCCL takes for itself is not "
-        "counted: it lies outside the allocator"
+        "several ranks: traced on one process, not confirmed on GPUs; NCCL's own buffers are not "
+        "counted: they lie outside the allocator"
     ]
     for part in reach.parts:
         for one in part.modules() if isinstance(part, nn.Module) else ():

@@ -72,7 +72,7 @@ FAKE_GROUP: Final = Ground(
 )
 SHARED_STATE: Final = Ground(
     feature="a prediction with a ZeroRedundancyOptimizer",
-    lost="which rank has which parameters cannot be dealt out again",
+    lost="which rank has which parameters cannot be found out for a trace",
     remedy=_OTHER_TORCH,
 )
 FSDP2_ON_CPU: Final = Ground(

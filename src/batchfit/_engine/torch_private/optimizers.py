@@ -67,7 +67,7 @@ def shares_state(optimizer: object) -> bool:
 
 
 def forget_shares(optimizer: Any) -> None:
-    """Have such an optimizer deal out its parameters anew when it next asks who has which."""
+    """Have such an optimizer find out again which rank has which parameters."""
     forget = getattr(optimizer, "_clear_cache", None)
     if forget is None:
         raise needs.SHARED_STATE.refusal()
