@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.torch_private.fake import mark_parameter
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.what_if import ADAMS, Change, optimizers_of, repeated_blocks
@@ -115,9 +116,8 @@ def _with_adapters(
         for layer in layers:
             weight: Any = layer.weight
             out, into = weight.shape if isinstance(layer, nn.Linear) else reversed(weight.shape)
-            # PEFT keeps adapters in fp32 beside weights in half precision.
-            down = faked.parameter((_RANK, into), torch.float32, "adapter")
-            up = faked.parameter((out, _RANK), torch.float32, "adapter")
+            down = _adapter(faked, _RANK, into)
+            up = _adapter(faked, out, _RANK)
             adapters += [down, up]
             stack.enter_context(replaced(layer, "forward", partial(_adapted, layer.forward, down, up)))
         optimizer = workload.optimizer
@@ -125,6 +125,16 @@ def _with_adapters(
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = adapters if number == 0 else []
         yield
+
+
+def _adapter(faked: Faked, rows: int, columns: int) -> Tensor:
+    """A weight more; PEFT keeps it in fp32 beside weights in half precision."""
+    made = faked.results.empty((rows, columns), (columns, 1), torch.float32, faked.device)
+    made.requires_grad_(True)
+    mark_parameter(made)
+    faked.holding.learns("adapter", made)
+    faked.holding.add("adapter", made, "weights")
+    return made
 
 
 def _adapted(forward: Callable[..., Any], down: Tensor, up: Tensor, x: Tensor) -> Any:

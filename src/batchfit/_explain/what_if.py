@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.sharding.blocks import RepeatedBlocks, repeated_blocks
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._engine.torch_private.optimizers import set_takes_scaler
 from batchfit._engine.trace.fake_state import Faked
@@ -61,15 +62,6 @@ class Change:
 # -- activation checkpointing
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class RepeatedBlocks:
-    """Blocks of one class, side by side in a ModuleList or Sequential."""
-
-    kind: str
-    blocks: tuple[nn.Module, ...]
-
-
 def checkpointing(reach: StepReach, learning: Container[int] | None = None) -> list[Change]:
     """Checkpointing of repeated blocks, from the outermost to the innermost; empty where it is on already.
 
@@ -92,16 +84,6 @@ def checkpointing(reach: StepReach, learning: Container[int] | None = None) -> l
             found.append(_checkpointing(level, workload.model))
         level = [inner for outer in level for block in outer.blocks for inner in repeated_blocks(block)]
     return found
-
-
-def repeated_blocks(root: nn.Module) -> list[RepeatedBlocks]:
-    """The outermost containers of two or more blocks of one class; a block has modules inside."""
-    if isinstance(root, nn.ModuleList | nn.Sequential):
-        classes = Counter(type(one) for one in root.children() if any(True for _ in one.children()))
-        kind, count = classes.most_common(1)[0] if classes else (nn.Module, 0)
-        if count > 1:
-            return [RepeatedBlocks(kind.__name__, tuple(one for one in root.children() if type(one) is kind))]
-    return [found for child in root.children() for found in repeated_blocks(child)]
 
 
 def _checkpointing(level: list[RepeatedBlocks], model: Any) -> Change:
