@@ -115,9 +115,13 @@ def _checked(one: TargetCheck, progress: ProgressDisplay) -> MemoryCheck:
                 target=one.call.target,
                 arguments=one.call.arguments,
             )
-        return check_with(workload, one.options, name=one.name, retrace=again)
+        return check_with(workload, one.options, name=one.name, retrace=again, made=made)
 
-    return load_and_work(one.call, one.given, work, progress, command="check")
+    from batchfit._check.optimizer_lines import OptimizerLines
+
+    made = OptimizerLines()
+    with made.noting():
+        return load_and_work(one.call, one.given, work, progress, command="check")
 
 
 def rendered(checks: list[MemoryCheck]) -> RenderedAnswer:
