@@ -58,7 +58,8 @@ def workload_of(shape: ModelShape, setting: Setting, length: int) -> Workload:
         _optimizer(setting, [one for one in model.parameters() if one.requires_grad]),
         _chunked_loss if setting.loss == "chunked" else _own_loss,
         batches(shape, config, length),
-        autocast=None if dtype is torch.bfloat16 and shape.task != "image" else torch.bfloat16,
+        # Pixels and sound come in fp32, tokens as numbers.
+        autocast=None if dtype is torch.bfloat16 and shape.task not in ("image", "speech") else torch.bfloat16,
     )
 
 
