@@ -1,7 +1,7 @@
 """Traces of a deep model by those of shallow ones (`pure/repetition.py`).
 
-Rules: the first trace that is asked for shows how layers repeat; each other one is of the middle depth, and is
-extended. Where layers do not repeat word for word, or another size makes another stream that does not, the
+Rules: the first trace that is asked for shows how layers repeat; each other one is of the middle depth, and
+is extended. Where layers do not repeat word for word, or another size makes another stream that does not, the
 whole model is traced. A model is built when its first trace is asked for.
 """
 

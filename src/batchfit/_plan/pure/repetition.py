@@ -30,7 +30,7 @@ class NotRepeatedError(Exception):
 
 @final
 class _Insertion(NamedTuple):
-    """`length` words that a deeper trace has before word `at` of the shallower one; there they are `begins`."""
+    """What a deeper trace has before word `at` of the shallower one: `length` words from `begins` on."""
 
     at: int
     begins: int
