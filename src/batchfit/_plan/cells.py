@@ -20,12 +20,12 @@ from torch import nn
 from batchfit._engine.allocator.footprint import Footprint, Trace
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.trace.oracle import Oracle, Oracles, allocator_rules, margin_of
 from batchfit._engine.trace.trace import STEPS, TraceSource, WorkloadTraces, trace
 from batchfit._engine.trace.workload import TracedWorkload, trace_source
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._plan.pure.options import PlanGpu
 from batchfit._plan.pure.speed import Cell, StepCost
-from batchfit._predict.oracle import Oracle, Oracles, allocator_rules, margin_of
 
 _BLAS = "cuBLAS"
 

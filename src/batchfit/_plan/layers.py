@@ -19,7 +19,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from batchfit._explain.what_if import repeated_blocks
+from batchfit._engine.sharding.blocks import repeated_blocks
 from batchfit._plan.models import build
 from batchfit._plan.pure.shapes import ModelShape
 from batchfit.errors import TargetError

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
+from batchfit._engine.sharding.blocks import repeated_blocks
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.what_if import (
     checkpointing,
     chunked_loss,
     lower_precision,
-    repeated_blocks,
     smaller_optimizer,
     update_changes,
 )
