@@ -179,7 +179,7 @@ def _steps(
         while waiting and waiting[0].at == place:
             moved += waiting.pop(0).length
         by_layer.append(_difference(many.numbers(place + moved), some.numbers(place)))
-    by_copy = [()] * len(some.words)
+    by_copy: list[tuple[int, ...]] = [()] * len(some.words)
     for one in insertions:
         for place in range(one.length):
             copies = one.begins + place
