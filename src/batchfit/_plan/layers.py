@@ -1,4 +1,4 @@
-"""How deep a model is, and of which depths its traces tell those of the whole: layers that are alike.
+"""How deep a model is, and which depths stand for the whole: layers that are alike.
 
 Rules:
 - A shallow model is the same configuration with fewer layers. It stands for the whole one only if each of
