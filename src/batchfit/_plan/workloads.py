@@ -53,12 +53,14 @@ def workload_of(shape: ModelShape, setting: Setting, length: int) -> Workload:
     if setting.method != "full":
         model = _with_lora(model, shape, setting.rank)
     _checkpoint(model, setting)
+    # Tokens are numbers; pixels and sound come in fp32, beside weights of any kind.
+    plain = dtype is torch.bfloat16 and shape.task not in ("image", "speech")
     return training(
         model,
         _optimizer(setting, [one for one in model.parameters() if one.requires_grad]),
         _chunked_loss if setting.loss == "chunked" else _own_loss,
         batches(shape, config, length),
-        autocast=None if dtype is torch.bfloat16 and shape.task != "image" else torch.bfloat16,
+        autocast=None if plain else torch.bfloat16,
     )
 
 
