@@ -118,7 +118,7 @@ class TokenOrder:
         return steps
 
     def _replanned(self, at: TokenPosition, max_tokens: int) -> TokenPosition:
-        """The same position where what is left is planned anew."""
+        """The same position where what is left is planned again."""
         held: tuple[int, ...] = ()
         start = 0
         if at.max_tokens:

@@ -48,8 +48,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
 
 def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Where heads share keys and values, these as if each head had its own: torch's formulas before 2.12 refuse
-    them, and each head's products are done in any case."""
+    """Where heads share keys and values, these as if each head had its own.
+
+    torch's formulas refuse them before 2.12; the products are done for each head in any case.
+    """
     if "scaled_dot_product" not in str(func):
         return args
     heads = max(one.shape[1] for one in args[:4] if isinstance(one, Tensor))
