@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from check_changes import CHANGES, PROGRAM, ProgramChange, workload_of
+from child_path import CHILD_PATH
 
 import batchfit
 from batchfit._check import declared
 from batchfit.results import MemoryCheck
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 Check = Callable[..., MemoryCheck]
 
 
@@ -152,7 +152,7 @@ def written(folder: Path, **environment: str) -> str:
     subprocess.run(
         [*command, "--batch-size", "32", "--update"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": SOURCE, **environment},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, **environment},
         check=True,
         capture_output=True,
         timeout=240,

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_path import CHILD_PATH
 from cli_runner import runner
 from typer.testing import Result
 
@@ -32,7 +33,6 @@ from batchfit._options import flags_in
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]")
 
 # A sample is 256 KiB and a step holds two such tensors: 16 fit into 8 MiB, less the little that is held.
@@ -125,7 +125,7 @@ def environment(**more: str) -> dict[str, str]:
     known = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "NO_COLOR", "FORCE_COLOR")
     }
-    return {**known, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", **more}
+    return {**known, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1", **more}
 
 
 def command(*arguments: str) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_path import CHILD_PATH
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +37,6 @@ from batchfit._sweep.pure.grid import plan
 from batchfit._sweep.pure.options import SweepOptions
 
 ROOT = Path(__file__).parents[3]
-SOURCE = str(Path(batchfit.__file__).parents[1])
 with batchfit.virtual_memory("64MiB"):  # what this imports is frozen before the first test
     nn.Linear(1, 1)(torch.zeros(1, 1))
 MODEL = """
@@ -493,7 +493,7 @@ def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "batchfit", "sweep", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -519,7 +519,7 @@ def test_a_reader_that_goes_away_does_not_end_the_sweep(project: Path) -> None:
     process = subprocess.Popen(
         command,
         cwd=project,
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"},
         stdout=ends[1],
         stderr=ends[1],
     )
