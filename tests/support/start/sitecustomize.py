@@ -43,5 +43,7 @@ def _run_hidden() -> None:
         spec.loader.exec_module(ModuleType("sitecustomize"))
 
 
-sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+# Behind finders of others, such as that of a probe.
+place = sys.meta_path.index(PathFinder)
+sys.meta_path.insert(place, _Finder)  # type: ignore[arg-type]
 _run_hidden()
