@@ -21,6 +21,7 @@ import torch
 from child_path import CHILD_PATH
 from cli_runner import runner
 from typer.testing import Result
+from warm import run_python
 
 import batchfit
 from batchfit._cli.commands.find import find_target, options_of
@@ -133,19 +134,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(project: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return start(project, *command(*arguments), **variables)
-
-
-def start(project: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words,
-        cwd=project,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        stdin=subprocess.DEVNULL,
-    )
+    return run_python("-m", "batchfit", *arguments, folder=project, environment=environment(**variables))
 
 
 def run_here(*arguments: str) -> Result:
@@ -926,9 +915,13 @@ main()
 """
 
 
+def small_demo(project: Path) -> subprocess.CompletedProcess[str]:
+    return run_python("-c", SMALL_DEMO, folder=project, environment=environment())
+
+
 @pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_demo_ends_with_size_table_and_file(is_small: bool, project: Path) -> None:
-    ran = run(project, "demo") if not is_small else start(project, sys.executable, "-c", SMALL_DEMO)
+    ran = run(project, "demo") if not is_small else small_demo(project)
     assert ran.returncode == Code.FOUND, ran.stderr
     fit = FitResult.from_json((project / "out" / "demo.json").read_text())
     assert fit.sustained

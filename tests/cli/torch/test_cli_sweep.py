@@ -23,6 +23,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from warm import run_python
 
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult
@@ -501,11 +502,10 @@ def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def test_json_is_alone_on_stdout(project: Path) -> None:
-    process = start("sweep.yaml", "--json", folder=project)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert [one["twice"] for one in json.loads(out)["summary"]] == [6, 10, 12]
-    assert "the factory prints" in err
+    ran = run_python("-m", "batchfit", "sweep", "sweep.yaml", "--json", folder=project)
+    assert ran.returncode == 0, ran.stderr
+    assert [one["twice"] for one in json.loads(ran.stdout)["summary"]] == [6, 10, 12]
+    assert "the factory prints" in ran.stderr
 
 
 @pytest.mark.slow

@@ -558,7 +558,7 @@ class TestParent:
             [sys.executable, "search.py"], cwd=folder, env=environment, text=True, stderr=subprocess.PIPE
         )
 
-    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+    @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
     def test_its_end_is_the_childs_and_that_of_all_the_child_has_started(
         self, number: signal.Signals, tmp_path: Path, diary: Path
     ) -> None:
