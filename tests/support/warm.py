@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+import torch
 from launch import PRELOAD, end_process
 
 STANDARD = ("stdout", "stderr")
@@ -64,6 +65,8 @@ def _become(words: Sequence[str], folder: str, environment: Mapping[str, str], o
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in enumerate(STANDARD, 1):
             os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        multiprocessing.set_start_method(None, force=True)  # as in any program
+        torch.set_num_threads(1)  # a pool of threads is not there after a fork
         _run(words, folder)
         code = 0
     except SystemExit as stop:

@@ -17,7 +17,6 @@ import pytest
 from child_path import CHILD_PATH
 from cli_runner import runner
 from typer.testing import Result
-from warm import run_python
 
 import batchfit
 from batchfit._charts.text import as_text
@@ -114,7 +113,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "batchfit", *arguments, environment=environment(**variables))
+    return subprocess.run(
+        command(*arguments), env=environment(**variables), capture_output=True, text=True, timeout=240
+    )
 
 
 def run_here(*arguments: str) -> Result:

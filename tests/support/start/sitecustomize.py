@@ -10,7 +10,6 @@ import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
-from typing import Any
 
 LARGE = frozenset({"torch", "torch._dynamo", "transformers", "lightning", "accelerate", "trl", "peft", "ray"})
 
@@ -28,7 +27,7 @@ class _Loader(SourceFileLoader):
 
 class _Finder:
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name in LARGE else None
         if spec is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path)

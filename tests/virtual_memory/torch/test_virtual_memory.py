@@ -23,7 +23,6 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from torch_private import foreach_mul, private_aten, storage_address, wrapper_subclass
-from warm import run_python
 
 from batchfit._engine.virtual_memory import op_sizes
 from batchfit._engine.virtual_memory.memory import VirtualMemory, active, virtual_memory
@@ -917,7 +916,7 @@ with virtual_memory("1MiB") as memory:
     except torch.OutOfMemoryError:
         print(batches)
 """
-    done = run_python("-c", script)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[8000000.0, 8000000.0]\n", done.stderr
 
 
