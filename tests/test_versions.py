@@ -148,7 +148,7 @@ def test_the_parts_of_a_run_that_was_cut_off_are_stored_and_the_others_named(
     (tmp_path / row.name / "parts.json").write_text(json.dumps({"source": "abc", "parts": parts}))
     found = {row.name: versions.ended(row)}
     assert (found[row.name]["source"], found[row.name]["parts"]) == ("abc", parts)
-    assert "**not run: integrations, ranks, torch, m to z**" in versions_page.page(found)
+    assert "**not run: ranks, integrations, torch, m to z**" in versions_page.page(found)
     assert row in versions.chosen([], found)
 
 
@@ -327,6 +327,17 @@ def test_the_oldest_and_the_newest_of_each_library_are_in_it() -> None:
     assert f"torch>={oldest.name}\n" in stated
     for name, version in versions.OLDEST.items():
         assert re.search(rf"^{name}>=({version}|{version.removesuffix('.0')})$", stated, re.MULTILINE), name
+
+
+def test_an_environment_that_was_cut_off_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(venv: Path, *_: str) -> None:
+        assert venv.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(versions, "install", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        versions.make(versions.ROWS[0], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_environment_has_the_tools_of_the_tests() -> None:

@@ -118,7 +118,7 @@ ROWS = (
 
 
 def parts(source: Path) -> dict[str, list[str]]:
-    """What pytest is asked for in each part; together what `make test` runs."""
+    """What pytest is asked for in each part; together what `make test` runs. Pure code comes last."""
     tests = source / "tests"
     ours = [path for path in tests.iterdir() if path.name.startswith("test_") or path.is_dir()]
     names = sorted(
@@ -128,11 +128,11 @@ def parts(source: Path) -> dict[str, list[str]]:
     late = [name for name in names if name not in early]
     rest = ["--ignore-glob=*/pure", "--ignore-glob=*/ranks"]
     return {
-        "pure": sorted(str(path.relative_to(source)) for path in tests.glob("*/pure")),
-        "integrations": ["tests/integrations"],
         "ranks": sorted(str(path.relative_to(source)) for path in tests.glob("*/ranks")),
+        "integrations": ["tests/integrations"],
         "torch, a to l": [*rest, *(f"tests/{name}" for name in early)],
         "torch, m to z": [*rest, *(f"tests/{name}" for name in late)],
+        "pure": sorted(str(path.relative_to(source)) for path in tests.glob("*/pure")),
     }
 
 
@@ -231,10 +231,14 @@ def merged(before: Results, again: Results) -> Results:
 def make(row: Row, folder: Path) -> tuple[Path, float]:
     """A new environment with that torch, and its MiB on the disk."""
     venv = folder / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     torch = f"torch=={row.torch}"
-    for packages in ([torch], [torch, *row.packages()]):
-        install(venv, *packages)
+    try:
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        for packages in ([torch], [torch, *row.packages()]):
+            install(venv, *packages)
+    except BaseException:
+        shutil.rmtree(venv, ignore_errors=True)  # half of one would be taken for a whole one
+        raise
     taken_bytes = sum(path.lstat().st_size for path in venv.rglob("*") if path.is_file())
     return venv, taken_bytes / 2**20
 

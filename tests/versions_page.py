@@ -17,7 +17,7 @@ LIBRARIES = (
     *("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao"),
     *("pydantic", "typer", "rich", "matplotlib", "numpy", "pandas"),
 )
-PARTS = ("pure", "integrations", "ranks", "torch, a to l", "torch, m to z")
+PARTS = ("ranks", "integrations", "torch, a to l", "torch, m to z", "pure")
 _OPENING = """\
 # Compatibility
 

@@ -28,6 +28,7 @@ from batchfit._engine.trace.oracle import Oracle, allocator_caveats, allocator_r
 from batchfit._engine.trace.trace import unseen
 from batchfit._engine.trace.workload import rules_for, trace_workload
 from batchfit._engine.workload.reachable import StepReach, reach_of
+from batchfit._explain.shortage import for_error
 from batchfit.errors import NothingFitsError, ResultFileError
 from batchfit.results import MemoryCheck
 from batchfit.workload import Workload, as_workload
@@ -147,7 +148,12 @@ def traced_as(
     found = Oracle(traced, settings, (0.0, 0.0)).largest(capacity, None)
     if found is None:
         peak = Oracle(traced, settings, (0.0, 0.0)).peak(1)
-        raise NothingFitsError(1, device=rules.gpu.name, budget_bytes=budget_bytes, peak_bytes=peak)
+        why = for_error(
+            reach.workload, size=1, budget_bytes=budget_bytes, rules=rules, settings=settings, beside_bytes=0
+        )
+        raise NothingFitsError(
+            1, device=rules.gpu.name, budget_bytes=budget_bytes, peak_bytes=peak, **(why or {})
+        )
     return record_of(reach, rules, size or found.size, root, budget=(budget_bytes, found.size))
 
 
