@@ -50,12 +50,12 @@ class SearchWatch:
 
         Nor where trials of an earlier run were read, and the device is not known yet: the file has them.
         """
+        if not self.trials or not self.device:
+            return None
         from batchfit._find.driver import observation_of
         from batchfit._find.find import fit_result
         from batchfit.errors import SearchStoppedError
 
-        if not self.trials or not self.device:
-            return None
         search = replace(search, budget_bytes=self.budget_bytes)
         for trial in self.trials:
             search = search.tell(observation_of(trial))

@@ -30,7 +30,7 @@ from batchfit._find.predict_first import with_prediction
 from batchfit._find.pure.options import FindOptions, OnTrial
 from batchfit._find.pure.search import Search
 from batchfit._find.recall import Known, confirm
-from batchfit._find.session import FindSession, FindTarget
+from batchfit._find.session import FindSession, FindTarget, OwnTrials
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload
@@ -123,8 +123,10 @@ def find_batch_size(
 def find_with(workload: FindTarget, make_options: Callable[[], FindOptions]) -> FitResult:
     """Find the largest batch size. An error of `make_options` on one rank ends the search on all ranks."""
     begun_s, ranks = time.perf_counter(), Ranks.current()
+    # A second Ctrl-C waits until the first has been cleaned up after. Trials that are runs of a command have
+    # safe points of their own: then not even the first comes in between.
     with (
-        Interrupts(is_open=True),  # a second Ctrl-C waits until the first has been cleaned up after
+        Interrupts(is_open=not isinstance(workload, OwnTrials)),
         telling_others(ranks) as everyone,
         contextlib.ExitStack() as stack,
     ):

@@ -78,6 +78,7 @@ def program_job(template: CommandTemplate, options: FindOptions, stored: StoredN
         explain=_unexplained,
         options=options,
         trials=trials,
+        modules=("batchfit._program.find", "batchfit._program.trials"),
         use=template.shown,
     )
     return job
