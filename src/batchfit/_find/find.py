@@ -187,6 +187,7 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         holders=runs.holders if search.best is None else [],
         samples=samples,
         stored_age_s=None if confirmed is None else confirmed.age_s,
+        unseen=None if driver.session.own is None else driver.session.own.unseen,
     )
 
 
@@ -204,8 +205,12 @@ def fit_result(
     holders: Sequence[tuple[str, int]] = (),
     samples: int | None = None,
     stored_age_s: float | None = None,
+    unseen: Callable[[int], tuple[str, ...]] | None = None,
 ) -> FitResult:
-    """The result of a search that has ended, for whatever reason; raises where no size ran."""
+    """The result of a search that has ended, for whatever reason; raises where no size ran.
+
+    `unseen`: what the trials at a size did not show.
+    """
     if search.best is None:
         if stopped_because in ("max_trials", "time_limit", "attempts", "interrupted"):
             tried = ", ".join(str(trial.size) for trial in trials) or "none"
@@ -243,6 +248,7 @@ def fit_result(
         samples=samples,
         from_store=stored_age_s is not None,
         stored_age_s=stored_age_s,
+        unseen=() if unseen is None else unseen(search.best),
     )
 
 

@@ -83,6 +83,7 @@ class Reports:
         self.heard = False  # a process with torch was there
         self.died = False  # one that had taken a step or a pass left without a word
         self.is_evaluation = False
+        self.evaluated = False  # a program that trains, within its steps
         self._passed: set[int] = set()
 
     def take(self, event: Event, now_s: float) -> None:
@@ -113,6 +114,7 @@ class Reports:
             rank.counts_memory = event["counts_memory"]
             rank.largest_bytes = event.get("largest_bytes")
             self.is_evaluation = event["kind_of_step"] == "pass"
+            self.evaluated |= event["evaluated"]
         elif kind == "oom":
             self._fail(ProgramFailure("oom", _on(rank, event["text"]), event["phase"]))
         elif kind == "raised":

@@ -59,23 +59,30 @@ def test_a_closed_part_is_done_first(
     signals: CommandSignals, number: signal.Signals, error: type[BaseException]
 ) -> None:
     done = []
-    with signals.opened(), pytest.raises(error):
+
+    def closed_part() -> None:
         with signals.closed():
             send(number)
             send(number)
             done.append(1)
-        pytest.fail("it went on")
+
+    with signals.opened(), pytest.raises(error):
+        closed_part()
     assert done
 
 
 def test_a_second_one_does_not_come_between_what_the_first_has_begun(signals: CommandSignals) -> None:
     cleaned = []
-    with signals.opened(), pytest.raises(KeyboardInterrupt):
+
+    def stopped() -> None:
         try:
             send(signal.SIGINT)
         finally:
             send(signal.SIGINT)
             cleaned.append(1)
+
+    with signals.opened(), pytest.raises(KeyboardInterrupt):
+        stopped()
     assert cleaned
 
 
@@ -88,10 +95,9 @@ def test_one_that_was_swallowed_is_no_end_of_all_others(signals: CommandSignals)
 
 
 def test_one_that_comes_while_an_answer_is_delivered_changes_nothing() -> None:
-    with SIGNALS.opened():
-        with uninterrupted():
-            send(signal.SIGINT)
-            send(signal.SIGTERM)
+    with SIGNALS.opened(), uninterrupted():
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:

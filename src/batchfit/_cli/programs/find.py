@@ -70,7 +70,9 @@ def program_job(template: CommandTemplate, options: FindOptions, stored: StoredN
             on_device=partial(show_device, job, watch, progress),
             on_step=watch.step,
         )
-        return program_trials(target, options, stored)
+        own = program_trials(target, options, stored)
+        watch.unseen = own.unseen
+        return own
 
     job = SearchJob(
         what=template.shown_template(),
