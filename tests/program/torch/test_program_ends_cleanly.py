@@ -123,6 +123,10 @@ def search(tmp_path: Path, temp: Path) -> Iterator[Search]:
         search.process.communicate()
 
 
+def _no_core() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what SIGQUIT leaves, and takes long to write
+
+
 @pytest.mark.parametrize(
     "number",
     [
@@ -132,7 +136,7 @@ def search(tmp_path: Path, temp: Path) -> Iterator[Search]:
     ],
 )
 def test_a_batchfit_that_is_killed_leaves_nothing(search: Search, number: signal.Signals) -> None:
-    process = search.start("--resume", "search.json")
+    process = search.start("--resume", "search.json", before=_no_core)
     search.await_hang()
     process.send_signal(number)
     process.communicate(timeout=30)
@@ -195,7 +199,7 @@ def test_a_time_limit_ends_the_trial_that_runs(search: Search) -> None:
     begun_s = time.monotonic()
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert time.monotonic() - begun_s < 60
+    assert time.monotonic() - begun_s < 120  # it would hang for 600 s
     fit = json.loads(out)
     assert (fit["batch_size"], fit["stopped_because"]) == (8, "time_limit")
     search.check_all_gone()

@@ -15,8 +15,8 @@ def unseen_of(steps: int, *, whole: bool, evaluation: bool, only_evaluates: bool
         return ()
     noun = "forward pass" if only_evaluates else "optimizer step"
     plural = f"{noun}es" if only_evaluates else f"{noun}s"
-    first = f"first {steps} {plural} of the program were" if steps > 1 else f"first {noun} of the program was"
-    said = [f"only the {first} run: a later one, such as with a longer sample, {LATER}"]
+    first = f"first {steps} {plural} were" if steps > 1 else f"first {noun} was"
+    said = [f"only the {first} run: a later one {LATER}"]
     if not (evaluation or only_evaluates):
         said.append(f"no evaluation was seen: one that comes later {LATER}")
     return tuple(said)
