@@ -114,7 +114,7 @@ class Reports:
             rank.counts_memory = event["counts_memory"]
             rank.largest_bytes = event.get("largest_bytes")
             self.is_evaluation = event["kind_of_step"] == "pass"
-            self.evaluated |= event["evaluated"]
+            self.evaluated |= event.get("evaluated", False)
         elif kind == "oom":
             self._fail(ProgramFailure("oom", _on(rank, event["text"]), event["phase"]))
         elif kind == "raised":
