@@ -15,7 +15,7 @@ from batchfit._program.probe.evaluation import EvaluationWatch
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[EvaluationWatch]:
     """One that leaves `nn.Module.eval` as it was."""
     monkeypatch.setattr(nn.Module, "eval", nn.Module.eval)
-    yield EvaluationWatch()
+    return EvaluationWatch()
 
 
 def test_loading_a_model_is_no_evaluation(watch: EvaluationWatch) -> None:
