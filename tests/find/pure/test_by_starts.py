@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_search import play
 
-from batchfit._find.pure.search import Request, Search
+from batchfit._find.pure.search import Observation, Request, Search
 
 BUDGET = 24 * 2**30
 
@@ -100,12 +100,30 @@ def test_programs_as_they_were_measured(
     most_starts: int,
     most_ooms: int,
 ) -> None:
-    """10 starts with 4 OOMs, 12 with 6 and 10 with 3, before failures counted like sizes that fit."""
+    """10 starts with 4 OOMs, 12 with 6 and 10 with 3, where failures count for more than sizes that fit."""
     done = search_of(peak, held, largest, budget_bytes=budget * 2**20)
     assert done.best is not None
     assert done.best >= 0.98 * largest
     assert starts(done) <= most_starts
     assert ooms(done) <= most_ooms
+
+
+def test_what_is_held_of_a_batch_is_no_floor() -> None:
+    """nanoGPT's style keeps its last batch: a ray from what is held beside it would end beyond the end."""
+    search = Search(budget_bytes=32 * 2**20, costly_trials=True)
+    while (request := search.ask()) is not None:
+        size = request.size
+        search = search.tell(
+            Observation(
+                size=size,
+                fits=size <= 30,
+                soak=request.soak,
+                allocated_bytes=1_452_544 + 1_053_184 * size,
+                held_bytes=1_455_104 + 66_560 * size,
+            )
+        )
+    assert search.best == 30
+    assert (starts(search), ooms(search)) == (2, 0)
 
 
 def test_an_exact_search_is_exact() -> None:

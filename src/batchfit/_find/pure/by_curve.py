@@ -190,12 +190,21 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
 
 
 def plain_curve_of(state: State, bracket: Bracket) -> Curve | None:
-    """The same with nothing set aside."""
+    """The same with nothing set aside, and over what is held without a batch."""
     ran = _ran_below(state, bracket)
     if state.budget_bytes is None or not ran:
         return None
-    floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
-    return _curve_through(ran, state.budget_bytes, 0, floor)
+    return _curve_through(ran, state.budget_bytes, 0, _held_without_batch(ran))
+
+
+def _held_without_batch(ran: Sequence[Observation]) -> int:
+    """What is held at size 0, by the line through what was held: a program may keep its last batch."""
+    held = sorted((one.size, one.held_bytes) for one in ran if one.held_bytes)
+    if not held:
+        return 0
+    (first, low), (last, high) = held[0], held[-1]
+    each = max(0.0, (high - low) / (last - first)) if last > first else 0.0
+    return max(0, int(low - each * first))
 
 
 def _ran_below(state: State, bracket: Bracket) -> list[Observation]:

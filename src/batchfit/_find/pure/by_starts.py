@@ -53,14 +53,15 @@ def by_starts(state: State, bracket: Bracket) -> Request | str | None:
     starts = len({one.size for one in state.observations})
     tolerance = state.tolerance * max(1, starts - _FULL_STARTS + 1)
     most = bracket.largest
-    ray, chord = _ray(curve), _chord(curve)
-    explained = bracket.bad is None or ray < bracket.bad
+    chord = _chord(curve)
+    ray = _ray(curve)
+    explained = bracket.bad is None or min(ray, chord) < bracket.bad
     upper = bracket.sizes.at(max(0, bracket.sizes.index(min(chord, most)))) if explained else most
     if enough(bracket.good, upper, tolerance):
         return settle(state, bracket, "within_tolerance")
     outlook = _Outlook(
         good=bracket.good,
-        ray=max(min(ray, float(most)), float(bracket.good)),
+        ray=max(min(ray, chord, float(most)), float(bracket.good)),
         chord=min(chord, float(most)),
         upper=upper,
         failed=bracket.bad is not None,
@@ -89,6 +90,8 @@ def _target(at: _Outlook, tolerance: float) -> float:
 
 def _ray(curve: Curve) -> float:
     """Up to here the program fits if no part of its peak begins below what is held."""
+    if len(curve.readings) == 1:
+        return curve.safe()  # what is held has a part of this batch in it, and nothing says how much
     room, floor = curve.budget_bytes - curve.floor_bytes, curve.floor_bytes
     return max(_over(one.size * room, one.need_bytes - floor) for one in curve.readings)
 
