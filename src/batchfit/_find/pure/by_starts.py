@@ -6,8 +6,7 @@ Rules:
   it: the end is between the two, or below a size that failed.
 - While they are far apart the next size is between them by ratio: readings of the flat part of a curve, where
   the optimizer step is the peak, say nothing of where the rest begins. One OOM is worth a start or two.
-- Once they are near, the size is tried that ends the search if it fits: as far below the chord as the
-  tolerance allows.
+- Once they are near, the size at the chord is tried: the search ends if it fits.
 - A failure at or below the ray is none that readings explain (a block that finds no gap): then it bisects.
 - Each start beyond `_FULL_STARTS` must gain more than the one before.
 """
@@ -68,18 +67,17 @@ def by_starts(state: State, bracket: Bracket) -> Request | str | None:
         by_readings=len(curve.readings) > 1 and chord < most,
         readings=len(curve.readings),
     )
-    target = _target(outlook, state.tolerance) if explained else float(bracket.middle())
+    target = _target(outlook) if explained else float(bracket.middle())
     size = bracket.place(target)
     return Request(size, state.soak and enough(size, upper, tolerance))
 
 
-def _target(at: _Outlook, tolerance: float) -> float:
+def _target(at: _Outlook) -> float:
     """The next size, as a real number."""
-    last = math.ceil((1 - tolerance) * at.upper)
     if at.readings == 1 and not at.failed:
         return at.ray
     if (at.by_readings or not at.failed) and at.chord <= _NEAR_RATIO * at.ray:
-        return max(at.ray, last)
+        return max(at.ray, float(at.upper))
     if not at.failed:
         between = float(at.ray ** (1 - _CHORD_EXPONENT) * at.chord**_CHORD_EXPONENT)
         return max(at.ray, min(between, _LARGEST_LEAP_RATIO * at.good))
