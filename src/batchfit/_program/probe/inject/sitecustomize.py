@@ -17,7 +17,7 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDER = os.environ.get("BATCHFIT_PROBE_FOLDER", "")
-_NAMES = ("BATCHFIT_PROBE", "BATCHFIT_LIMIT")
+_NAMES = ("BATCHFIT_PROBE", "BATCHFIT_LIMIT_BYTES")
 _OURS = {name: text for name, text in os.environ.items() if name.startswith(_NAMES)}
 _LIMIT_BYTES = os.environ.get("BATCHFIT_LIMIT_BYTES", "")  # of `batchfit run --budget`, which has no probe
 _EXIT_FILE = os.environ.get("BATCHFIT_EXIT_FILE", "")  # of `batchfit run --restarts`, which has no probe
