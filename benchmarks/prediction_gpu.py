@@ -154,7 +154,7 @@ def run_predict(model: str, precision: str, cap: str, loop: str, mode: str) -> d
     """The prediction at the default margin, and the same without a margin."""
     import batchfit
     import zoo
-    from batchfit._predict.oracle import MARGINS
+    from batchfit._engine.trace.oracle import MARGINS
 
     here = mode != "none"
     basis = {"none": "no GPU", "gpu": "GPU, not run", "calibrated": "calibrated"}[mode]

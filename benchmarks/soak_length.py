@@ -90,9 +90,9 @@ def ended(replay: Replay) -> tuple[int | None, str]:
 def measure(model: str) -> dict[str, Any]:
     import zoo
     from batchfit._engine.allocator.gpus import gpu_named
+    from batchfit._engine.trace.oracle import Oracle, allocator_rules
     from batchfit._engine.trace.trace import uncollected
     from batchfit._engine.trace.workload import rules_for, trace_workload
-    from batchfit._predict.oracle import Oracle, allocator_rules
 
     workload = zoo.make(model, "bf16", device="cpu")
     rules = rules_for(workload, gpu_named("h200"))

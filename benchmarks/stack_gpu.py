@@ -1,14 +1,15 @@
-"""LoRA on one GPU: the size that was predicted without it, what find answers, and what lasts.
+"""Fine-tuning on one GPU: the size that was predicted without it, what find answers, and what lasts.
 
-    python benchmarks/stack_gpu.py run --out stack.json     # under 90 s on an H200; resumes
+    python benchmarks/stack_gpu.py run --out stack.json     # minutes on an H200; resumes
     python benchmarks/stack_gpu.py page stack.json --to results/stack_h200_202611.md
 
-GPT-2 small (512 tokens, random weights) with PEFT's LoRA of rank 16, bf16 autocast and AdamW, under a cap of
-24 GiB (`set_per_process_memory_fraction`). The prediction runs in a process that sees no GPU, beside the
+GPT-2 small (512 tokens) with PEFT's LoRA of rank 16 and with bitsandbytes' 8-bit AdamW; Llama 1B (1,024
+tokens) with LoRA, and as QLoRA: 4-bit layers, adapters, checkpointing. Random weights, bf16 autocast, under a
+cap (`set_per_process_memory_fraction`). The prediction runs in a process that sees no GPU, beside the
 truth's. The truth is that of a loop that keeps its outputs: the first size trains 60 steps without an OOM and
 without an allocation retry once settled, the next (0.5 %, at least one sample) does not.
 
-Cases, children and their JSON are those of `prediction_gpu.py`. It needs peft beside torch and transformers.
+Cases, children and their JSON are those of `prediction_gpu.py`. It needs peft and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -24,19 +25,25 @@ from pages import add_page, write_page
 from prediction_gpu import Pool, about, peak_errors
 from rows import keep
 
-CAP_GIB = 24
 STEPS = 60
-CASES = (("gpt2@lora", "bf16"),)
+# model, precision, cap in GiB
+CASES = (
+    ("llama1b@qlora", "bf16", 24),
+    ("llama1b@lora", "bf16", 40),
+    ("gpt2@lora", "bf16", 24),
+    ("gpt2@adam8", "bf16", 24),
+)
+LIBRARIES = ("transformers", "peft", "bitsandbytes")
 KEPT = ("size", "outcome", "steps_run", "peak_bytes", "reserved_bytes", "alloc_retries", "soak")
 
 
 def jobs_of(found: dict[str, Any]) -> list[tuple[Any, float, list[str]]]:
     """What has not run, or failed: (key, GiB of the GPU, arguments of `prediction_gpu.py`)."""
     jobs: list[tuple[Any, float, list[str]]] = []
-    for model, precision in CASES:
-        case = f"{model}/{precision}/{CAP_GIB}"
-        rest = [model, precision, str(CAP_GIB), "kept"]
-        parts = {"truth": (float(CAP_GIB), str(STEPS)), "predict": (0.0, "none")}
+    for model, precision, cap in CASES:
+        case = f"{model}/{precision}/{cap}"
+        rest = [model, precision, str(cap), "kept"]
+        parts = {"truth": (float(cap), str(STEPS)), "predict": (0.0, "none")}
         for part, (room, last) in parts.items():
             done = found.get(case, {}).get(part)
             if done is None or "error" in done:
@@ -58,7 +65,7 @@ def slimmed(answer: dict[str, Any]) -> dict[str, Any]:
 def run(out: Path, room_gib: float, deadline_s: float) -> int:
     """Run what is missing, and keep each answer as soon as it is there; how many are missing then."""
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    found["about"] = about() | {"peft": importlib.metadata.version("peft")}
+    found["about"] = about() | {name: importlib.metadata.version(name) for name in LIBRARIES}
 
     def note(key: Any, answer: dict[str, Any], seconds: float) -> None:
         case, part = key
@@ -67,7 +74,7 @@ def run(out: Path, room_gib: float, deadline_s: float) -> int:
         shown = {k: v for k, v in answer.items() if k not in ("trials", "prediction")}
         print(case, part, f"{seconds:.1f} s", json.dumps(shown)[-400:], flush=True)
 
-    Pool(room_gib, 2, deadline_s).run(jobs_of(found), note)
+    Pool(room_gib, 8, deadline_s).run(jobs_of(found), note)
     left = len(jobs_of(found))
     print(f"{left} parts left")
     return left
@@ -75,11 +82,12 @@ def run(out: Path, room_gib: float, deadline_s: float) -> int:
 
 def page(found: dict[str, Any]) -> str:
     """The dated page; every figure comes from the JSON."""
+    libraries = ", ".join(f"{name} {found['about'][name]}" for name in LIBRARIES)
     lines = [
-        "# LoRA on an H200: predicted without a GPU, found, and true",
+        "# LoRA, QLoRA and 8-bit Adam on an H200: predicted without a GPU, found, and true",
         "",
-        f"{found['about']['hardware']}, peft {found['about']['peft']}. Made by "
-        "`python benchmarks/stack_gpu.py run`, then `page`.",
+        f"{found['about']['hardware']}, {libraries}. "
+        "Made by `python benchmarks/stack_gpu.py run`, then `page`.",
         f"Truth: in a loop that keeps its outputs the first size trains {STEPS} steps, the second does not.",
         "Predicted: without a margin; in brackets with the default margin of 2 %.",
         "",

@@ -1,7 +1,8 @@
 """The models that prediction and find are measured on: random weights from configs, batches made on the spot.
 
     workload = zoo.make("gpt2", "bf16", device="cuda")
-    workload = zoo.make("gpt2@checkpointing", "fp32")     # also @short, @generate, @inference, @lora
+    workload = zoo.make("gpt2@checkpointing", "fp32")     # also @short, @generate, @inference
+    workload = zoo.make("llama1b@qlora", "bf16")          # also @lora, @adam8: peft and bitsandbytes
     workload = zoo.make("gpt2", "bf16", loop="kept")      # outputs, loss and batch live until the next step's
 
 The loops are lean by default (`keep_outputs=False`), as those are that the recorded figures come from.
@@ -80,6 +81,8 @@ def make(
     torch.manual_seed(0)
     with torch.device(build_on or "cpu"):
         model, make_batch, loss_fn = _BUILD[name](device if build_on is None else build_on)
+    if variant == "qlora":
+        model = _in_4bit(model)
     if build_on is None:
         model = model.to(device)
     model.train()
@@ -87,8 +90,13 @@ def make(
         model = model.to(torch.bfloat16)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if variant == "lora":
+    if variant in ("lora", "qlora"):
         model = _with_lora(model)
+    if variant == "qlora":
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if variant == "adam8":
+        optimizer = "adamw_8bit"
     if variant == "short":
         make_batch = _halved(make_batch)
     if variant == "generate":
@@ -181,14 +189,40 @@ def _with_lora(model: nn.Module) -> nn.Module:
     )
 
 
+def _in_4bit(model: nn.Module) -> nn.Module:
+    """Frozen in bf16, the layers of its blocks in NF4: quantised where the model goes next."""
+    import bitsandbytes as bnb
+
+    model = model.to(torch.bfloat16).requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not nn.Linear or name == "lm_head":
+                continue
+            options = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+            made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, **options)
+            made.weight = bnb.nn.Params4bit(
+                layer.weight.data, requires_grad=False, quant_type="nf4", module=made
+            )
+            setattr(parent, name, made)
+    return model
+
+
 def _halved(make_batch: MakeBatch) -> MakeBatch:
     return lambda n: {name: value[:, : value.shape[1] // 2].clone() for name, value in make_batch(n).items()}
+
+
+def _adamw_8bit(parameters: Any) -> torch.optim.Optimizer:
+    import bitsandbytes as bnb
+
+    made: torch.optim.Optimizer = bnb.optim.AdamW8bit(parameters, lr=1e-4)
+    return made
 
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-4),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
     "adamw_single": lambda p: torch.optim.AdamW(p, lr=1e-4, foreach=False),
+    "adamw_8bit": _adamw_8bit,
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
 }
 

@@ -6,6 +6,8 @@
 
 The model is a small GPT-2 from a configuration, with random weights: nothing is downloaded. Put
 `AutoModelForCausalLM.from_pretrained(...)` and your tokenizer in its place.
+
+It needs transformers: pip install "batchfit[transformers]".
 """
 
 from typing import Any

@@ -5,6 +5,8 @@
 The loss of a causal model is a mean over the labels that count: not -100, and not the first of a sample,
 which nothing predicts. So that is what `weight` counts; the gradients are then those of the full batch. The
 model is a small GPT-2 with random weights: nothing is downloaded.
+
+It needs transformers: pip install "batchfit[transformers]".
 """
 
 import contextlib

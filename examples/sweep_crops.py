@@ -6,6 +6,8 @@
 An image is cut into up to `max_crops` crops, each becomes 16 tokens in front of the question, and the answer
 is generated: the cache of keys and values grows with crops, question and answer, so a forward pass alone
 would promise too much. The model is tiny and has random weights; put your own in its place.
+
+It needs transformers, and the YAML file pyyaml: pip install "batchfit[transformers,yaml]".
 """
 
 from typing import Any

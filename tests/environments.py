@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # What is installed by name, and the tests that must not be skipped there for want of it.
-ALL = ("accelerate", "lightning", "plot", "ray", "transformers")
+ALL = ("accelerate", "lightning", "plot", "ray", "transformers", "yaml")
 EXTRAS = {"none": (), "all": ALL, "torchtune": ("torchtune",)}
 REQUIRED = {"none": "", "all": "accelerate,lightning,transformers,ray,matplotlib", "torchtune": "torchtune"}
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "pyyaml")

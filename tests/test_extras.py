@@ -120,7 +120,18 @@ def test_everything_else_works_without_any_of_them(tmp_path: Path) -> None:
             " '--samples', '64', '--epochs', '2', '--plot', 'it.png']; main()",
             'pip install "batchfit[plot]"',
         ),
-        ("yaml", "batchfit.load_schedule('it.yaml')", "pip install pyyaml"),
+        ("yaml", "batchfit.load_schedule('it.yaml')", 'pip install "batchfit[yaml]" (or pyyaml) to read'),
+        (
+            "yaml",
+            "from batchfit._cli import main; sys.argv = ['batchfit', 'sweep', 'it.yaml']; main()",
+            "pip install \"batchfit[yaml]\" (or pyyaml) to read 'it.yaml', or write it as JSON",
+        ),
+        (
+            "yaml",
+            "from batchfit._cli import main; sys.argv = ['batchfit', 'find', '--set', 'it.yaml:gamma', '--',"
+            " 'python', 'it.yaml']; main()",
+            'pip install "batchfit[yaml]" (or pyyaml) to change a value in it.yaml',
+        ),
     ],
 )
 def test_what_an_option_needs_is_reported(package: str, code: str, line: str, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_the_parts_of_a_run_that_was_cut_off_are_stored_and_the_others_named(
     (tmp_path / row.name / "parts.json").write_text(json.dumps({"source": "abc", "parts": parts}))
     found = {row.name: versions.ended(row)}
     assert (found[row.name]["source"], found[row.name]["parts"]) == ("abc", parts)
-    assert "**not run: integrations, ranks, torch, m to z**" in versions_page.page(found)
+    assert "**not run: ranks, integrations, torch, m to z**" in versions_page.page(found)
     assert row in versions.chosen([], found)
 
 
@@ -204,6 +204,81 @@ def test_tests_that_were_run_again_are_counted_once() -> None:
     assert "2 again at abcdef, 1 of them no longer there" in versions_page.page({"2.15": after})
 
 
+def test_tests_that_changed_since_are_counted_apart(tmp_path: Path) -> None:
+    before = result("2.15.0")
+    about = {"source": "abcdef", "date": "2026-11-20", "limits": [], "libraries": {"transformers": "5.23.0"}}
+    failed = [{"test": "tests.why.test_why::test_one", "why": "x"}]
+    done = {"torch": {"passed": 40, "failed": failed, "skipped": {"needs trl": 7}, "seconds": 120}}
+    after = versions.run_changed(before, about, done, 3)
+    assert (after["source"], after["parts"]) == (before["source"], before["parts"])
+    page = versions_page.page({"2.15": after})
+    assert "| 2.15 | 4 | 0 | 6 | nothing |" in page
+    assert "| 2.15, changed | 40 | 1 | 7 | 3 files of tests, new or changed since: also there |" in page
+    assert "| 2.15.0 | 2026-11-18 | 0123456789 | 3.11.7 | 2 cores, no GPU | 2 min |" in page
+    assert "| 2.15.0, changed | 2026-11-20 | abcdef | 3.11.7 | 2 cores, no GPU | 2 min |" in page
+    assert "| needs trl |  | 7 |" in page
+    assert "Failed with torch 2.15, changed" in page
+    # What failed there is run again as other failed tests are, and stays apart.
+    part = {"passed": 1, "failed": [], "skipped": {}, "seconds": 5}
+    again = versions.run_again(after, about, {"changed: torch": part})
+    assert again["again"] == [{"source": "abcdef", "date": "2026-11-20", "tests": 1}]
+    assert again["parts"] == before["parts"]
+    assert again["changed"]["parts"]["torch"]["passed"] == 41
+    assert again["changed"]["source"] == "abcdef"
+    assert "| 2.15, changed | 41 | 0 | 7 |" in versions_page.page({"2.15": again})
+
+
+def test_a_failed_test_is_run_in_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_a.py").write_text("def test_one(): ...\n")
+    monkeypatch.setattr(versions, "gone", lambda *_, **__: [])
+    part = {"passed": 1, "failed": [{"test": "test_a::test_one", "why": "x"}], "skipped": {}, "seconds": 1}
+    before = result("2.15.0") | {"changed": {"files": 1, "parts": {"pure": part, "torch": part}}}
+    asked: list[tuple[list[str], bool]] = []
+
+    def run(tests: list[str], *, pure: bool) -> versions.Results:
+        asked.append((tests, pure))
+        return versions.NOTHING | {"passed": 1}
+
+    known = versions.parts_of(before)
+    done, left_out = versions.run_failed(run, known, venv=tmp_path, source=tmp_path)
+    assert asked == [(["test_a.py::test_one"], True), (["test_a.py::test_one"], False)]
+    assert (list(done), left_out) == (["changed: pure", "changed: torch"], [])
+
+
+def test_what_changed_since_a_commit_is_asked_by_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.com"]
+
+    def commit() -> str:
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", "x"], check=True)
+        said = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+        return said.stdout.strip()
+
+    subprocess.run([*git, "init", "-q"], check=True)
+    for name in (
+        "tests/why/pure/test_a.py",
+        "tests/why/test_b.py",
+        "tests/why/test_same.py",
+        "tests/help.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    first = commit()
+    for name in ("tests/why/pure/test_a.py", "tests/test_new.py", "tests/help.py"):
+        (tmp_path / name).write_text("2\n")
+    (tmp_path / "tests" / "why" / "test_b.py").unlink()
+    commit()
+    assert versions.changed_since(first) == {
+        "pure": ["tests/why/pure/test_a.py"],
+        "torch": ["tests/test_new.py"],
+    }
+    with pytest.raises(SystemExit, match="--changed needs a stored result of a commit that is here"):
+        versions.changed_since("0123456789")
+
+
 def test_a_failed_test_that_a_later_commit_lacks_is_known(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_one(): ...\n")
     (tmp_path / "test_b.py").write_text("import none_such\n")
@@ -252,6 +327,17 @@ def test_the_oldest_and_the_newest_of_each_library_are_in_it() -> None:
     assert f"torch>={oldest.name}\n" in stated
     for name, version in versions.OLDEST.items():
         assert re.search(rf"^{name}>=({version}|{version.removesuffix('.0')})$", stated, re.MULTILINE), name
+
+
+def test_an_environment_that_was_cut_off_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(venv: Path, *_: str) -> None:
+        assert venv.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(versions, "install", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        versions.make(versions.ROWS[0], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_environment_has_the_tools_of_the_tests() -> None:

@@ -3,6 +3,7 @@
     python tests/versions.py run                  # versions without a result, one after another
     python tests/versions.py run --torch 2.15     # one of them, whether it has a result or not
     python tests/versions.py run --torch 2.15 --failed          # only the tests that failed there
+    python tests/versions.py run --torch 2.15 --changed         # only tests that changed since its run
     python tests/versions.py run --torch 2.15 --environment DIR # in an environment that is there already
     python tests/versions.py ended --torch 2.15                 # of a run that was cut off: parts that ended
     python tests/versions.py add REPORT.xml --doctor doctor.json --commit C --machine "one H200"
@@ -51,6 +52,7 @@ TORCHTUNE = {"torchtune": "0.6.1", "torchao": "0.10.0"}
 # What models are fine-tuned with; PEFT refuses LoRA beside the torchao of torchtune.
 STACK = ("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao")
 _MOST_SECONDS = 3 * 3600
+_CHANGED = "changed: "  # before the names of parts of a run of changed tests
 Results = dict[str, Any]
 NOTHING: Results = {"passed": 0, "failed": [], "skipped": {}, "seconds": 0}
 
@@ -116,7 +118,7 @@ ROWS = (
 
 
 def parts(source: Path) -> dict[str, list[str]]:
-    """What pytest is asked for in each part; together what `make test` runs."""
+    """What pytest is asked for in each part; together what `make test` runs. Pure code comes last."""
     tests = source / "tests"
     ours = [path for path in tests.iterdir() if path.name.startswith("test_") or path.is_dir()]
     names = sorted(
@@ -126,11 +128,11 @@ def parts(source: Path) -> dict[str, list[str]]:
     late = [name for name in names if name not in early]
     rest = ["--ignore-glob=*/pure", "--ignore-glob=*/ranks"]
     return {
-        "pure": sorted(str(path.relative_to(source)) for path in tests.glob("*/pure")),
-        "integrations": ["tests/integrations"],
         "ranks": sorted(str(path.relative_to(source)) for path in tests.glob("*/ranks")),
+        "integrations": ["tests/integrations"],
         "torch, a to l": [*rest, *(f"tests/{name}" for name in early)],
         "torch, m to z": [*rest, *(f"tests/{name}" for name in late)],
+        "pure": sorted(str(path.relative_to(source)) for path in tests.glob("*/pure")),
     }
 
 
@@ -229,10 +231,14 @@ def merged(before: Results, again: Results) -> Results:
 def make(row: Row, folder: Path) -> tuple[Path, float]:
     """A new environment with that torch, and its MiB on the disk."""
     venv = folder / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     torch = f"torch=={row.torch}"
-    for packages in ([torch], [torch, *row.packages()]):
-        install(venv, *packages)
+    try:
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        for packages in ([torch], [torch, *row.packages()]):
+            install(venv, *packages)
+    except BaseException:
+        shutil.rmtree(venv, ignore_errors=True)  # half of one would be taken for a whole one
+        raise
     taken_bytes = sum(path.lstat().st_size for path in venv.rglob("*") if path.is_file())
     return venv, taken_bytes / 2**20
 
@@ -272,10 +278,11 @@ def described(said: Results, beside: Mapping[str, str] | None = None) -> Results
     }
 
 
-def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, again: bool) -> Results:
-    """All tests beside that torch, or those that failed when it was run before."""
+def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, only: str | None) -> Results:
+    """All tests beside that torch, or only some: those that failed in its stored run, or changed since."""
     commit, folder = revision(), FOLDER / row.name
-    before = stored()[row.name] if again else None
+    before = stored()[row.name] if only else NOTHING
+    asked = changed_since(before["source"]) if only == "changed" else {}
     for other in FOLDER.iterdir() if FOLDER.exists() and environment is None else ():
         if other != folder:
             shutil.rmtree(other)
@@ -290,18 +297,13 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, a
         if name_of(said["versions"]["torch"]) != row.name:
             raise SystemExit(f"{venv} has torch {said['versions']['torch']}, not {row.torch}")
         run = partial(run_tests, venv=venv, source=source, required=row.required(), processes=processes)
-        if before is None:
-            done = run_parts(run, parts(source), commit=commit, begun=folder / "parts.json")
+        left_out: list[str] = []
+        if only == "failed":
+            done, left_out = run_failed(run, parts_of(before), venv=venv, source=source)
+        elif only == "changed":
+            done = run_parts(run, asked, commit=commit, begun=folder / "changed.json")
         else:
-            failed = {name: part["failed"] for name, part in before["parts"].items() if part["failed"]}
-            tests = {name: [address(one["test"], source) for one in ours] for name, ours in failed.items()}
-            look = partial(gone, venv=venv, source=source)
-            left_out = {name: look(ours, pure=name == "pure") for name, ours in tests.items()}
-            tests = {name: [one for one in ours if one not in left_out[name]] for name, ours in tests.items()}
-            done = {name: run(ours, pure=name == "pure") if ours else NOTHING for name, ours in tests.items()}
-            for name, ours in tests.items():
-                if counted(done[name]) < len(ours):
-                    raise SystemExit(f"pytest ran {counted(done[name])} of {len(ours)} tests of {name}")
+            done = run_parts(run, parts(source), commit=commit, begun=folder / "parts.json")
     except BaseException:
         keep = True  # parts that ended are not run again
         raise
@@ -310,9 +312,11 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, a
             shutil.rmtree(folder, ignore_errors=True)
     about = about_this_machine(commit)
     about |= described(said, beside) | ({} if taken_mib is None else {"install_mib": round(taken_mib)})
-    if before is None:
-        return {**about, "parts": done}
-    return run_again(before, about, done, [one for ours in left_out.values() for one in ours])
+    if only == "failed":
+        return run_again(before, about, done, left_out)
+    if only == "changed":
+        return run_changed(before, about, done, sum(map(len, asked.values())))
+    return {**about, "parts": done}
 
 
 def about_this_machine(commit: str) -> Results:
@@ -354,6 +358,45 @@ def run_parts(
     return done
 
 
+def parts_of(result: Results) -> dict[str, Results]:
+    """The parts of a stored result, and those of its run of changed tests."""
+    later = result.get("changed", {}).get("parts", {})
+    return result["parts"] | {f"{_CHANGED}{name}": part for name, part in later.items()}
+
+
+def changed_since(commit: str) -> dict[str, list[str]]:
+    """The files of tests that are new or changed since that commit, by part."""
+    git = ["git", "-C", str(ROOT), "diff", "--name-only", "--diff-filter=d", commit, "--", "tests"]
+    said = subprocess.run(git, capture_output=True, text=True)
+    if said.returncode != 0:
+        raise SystemExit(f"--changed needs a stored result of a commit that is here: {said.stderr.strip()}")
+    files = [Path(line) for line in said.stdout.splitlines()]
+    tests = [file for file in files if file.name.startswith("test_") and file.suffix == ".py"]
+    found = {
+        "pure": [str(file) for file in tests if "pure" in file.parts],
+        "torch": [str(file) for file in tests if "pure" not in file.parts],
+    }
+    return {name: ours for name, ours in found.items() if ours}
+
+
+def run_failed(
+    run: Callable[..., Results], before: Mapping[str, Results], *, venv: Path, source: Path
+) -> tuple[dict[str, Results], list[str]]:
+    """The failed tests of each part again, and those that this commit no longer has."""
+    failed = {name: part["failed"] for name, part in before.items() if part["failed"]}
+    done, left_out = {}, []
+    for name, ours in failed.items():
+        pure = name.removeprefix(_CHANGED) == "pure"
+        tests = [address(one["test"], source) for one in ours]
+        lost = gone(tests, pure=pure, venv=venv, source=source)
+        tests = [one for one in tests if one not in lost]
+        done[name] = run(tests, pure=pure) if tests else NOTHING
+        if counted(done[name]) < len(tests):
+            raise SystemExit(f"pytest ran {counted(done[name])} of {len(tests)} tests of {name}")
+        left_out += lost
+    return done, left_out
+
+
 def counted(part: Results) -> int:
     """How many tests a part has."""
     return int(part["passed"]) + len(part["failed"]) + sum(part["skipped"].values())
@@ -366,11 +409,10 @@ def run_again(
 
     `left_out` are those that the later commit no longer has.
     """
-    tests = sum(len(before["parts"][part]["failed"]) for part in again)
-    new = {
-        part: merged(found, again[part]) if part in again else found
-        for part, found in before["parts"].items()
-    }
+    known = parts_of(before)
+    tests = sum(len(known[part]["failed"]) for part in again)
+    new = {part: merged(found, again[part]) if part in again else found for part, found in known.items()}
+    later = {part.removeprefix(_CHANGED): new.pop(part) for part in known if part.startswith(_CHANGED)}
     run = {"source": about["source"], "date": about["date"], "tests": tests}
     if left_out:
         run["gone"] = sorted(left_out)
@@ -379,7 +421,14 @@ def run_again(
         **{name: about[name] for name in ("limits", "libraries")},
         "parts": new,
         "again": [*before.get("again", []), run],
+        **({"changed": {**before["changed"], "parts": later}} if later else {}),
     }
+
+
+def run_changed(before: Results, about: Results, done: dict[str, Results], files: int) -> Results:
+    """A stored result with the tests that changed since, on a later commit: counts of their own."""
+    later = {"source": about["source"], "date": about["date"], "files": files, "parts": done}
+    return {**before, **{name: about[name] for name in ("limits", "libraries")}, "changed": later}
 
 
 def today() -> str:
@@ -452,19 +501,21 @@ def run(given: argparse.Namespace) -> int:
     if given.environment is not None and len(rows) != 1:
         raise SystemExit("--environment needs --torch with one version")
     missing = [row.name for row in rows if row.name not in stored()]
-    if given.failed and missing:
-        raise SystemExit(f"--failed needs a stored result, and torch {missing[0]} has none")
+    only = "failed" if given.failed else "changed" if given.changed else None
+    if only and missing:
+        raise SystemExit(f"--{only} needs a stored result, and torch {missing[0]} has none")
     wrong = 0
     for row in rows:
         result = run_row(
-            row, processes=given.processes, keep=given.keep, environment=given.environment, again=given.failed
+            row, processes=given.processes, keep=given.keep, environment=given.environment, only=only
         )
         store(row.name, result)
         page()
-        passed, failed, skipped = versions_page.totals(result)
-        wrong += len(failed)
-        found = f"{passed:,} passed, {len(failed)} failed, {skipped.total()} skipped"
-        print(f"torch {row.torch}: {found}", flush=True)
+        for name, one in versions_page.runs({row.name: result}).items():
+            passed, failed, skipped = versions_page.totals(one)
+            wrong += len(failed)
+            found = f"{passed:,} passed, {len(failed)} failed, {skipped.total()} skipped"
+            print(f"torch {name}: {found}", flush=True)
     return 1 if wrong else 0
 
 
@@ -474,7 +525,11 @@ def parser() -> argparse.ArgumentParser:
     running = commands.add_parser("run", help="make environments, run the tests, store what they gave")
     running.add_argument("--torch", nargs="*", default=[], help="these, whether they have a result or not")
     running.add_argument("--again", action="store_true", help="all of them again")
-    running.add_argument("--failed", action="store_true", help="only tests that failed; the others are kept")
+    some = running.add_mutually_exclusive_group()
+    some.add_argument("--failed", action="store_true", help="only tests that failed; the others are kept")
+    some.add_argument(
+        "--changed", action="store_true", help="only files of tests that are new or changed since its run"
+    )
     running.add_argument(
         "--environment",
         type=lambda text: Path(text).absolute(),

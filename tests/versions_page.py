@@ -17,7 +17,7 @@ LIBRARIES = (
     *("peft", "trl", "sentence-transformers", "diffusers", "bitsandbytes", "torchao"),
     *("pydantic", "typer", "rich", "matplotlib", "numpy", "pandas"),
 )
-PARTS = ("pure", "integrations", "ranks", "torch, a to l", "torch, m to z")
+PARTS = ("ranks", "integrations", "torch, a to l", "torch, m to z", "pure")
 _OPENING = """\
 # Compatibility
 
@@ -68,9 +68,22 @@ def totals(result: Results) -> tuple[int, list[dict[str, str]], Counter[str]]:
 
 
 def not_run(result: Results) -> list[str]:
-    """The parts of the tests that did not end; of reports from another machine the parts are not known."""
+    """The parts of the tests that did not end; of reports from another machine the parts are not known.
+
+    A run of changed tests has parts of its own, and ends with all of them.
+    """
     ours = set(result["parts"]) <= set(PARTS)
     return [part for part in PARTS if ours and part not in result["parts"]]
+
+
+def runs(found: Mapping[str, Results]) -> dict[str, Results]:
+    """Each stored run: of all tests, and after it that of the tests that changed since, if there is one."""
+    all_of_them: dict[str, Results] = {}
+    for name, result in found.items():
+        all_of_them[name] = result
+        if "changed" in result:
+            all_of_them[f"{name}, changed"] = {**result, **result["changed"], "again": ()}
+    return all_of_them
 
 
 def page(found: Mapping[str, Results]) -> str:
@@ -83,8 +96,12 @@ def page(found: Mapping[str, Results]) -> str:
 def _short(found: Mapping[str, Results]) -> list[str]:
     """What is asked first: does it work with mine?"""
     lines = ["| torch | passed | failed | skipped | refused or with a caveat |", "|---|---:|---:|---:|---|"]
-    for name, result in found.items():
+    for name, result in runs(found).items():
         passed, failed, skipped = totals(result)
+        if name not in found:
+            files = f"{result['files']} files of tests, new or changed since: also there"
+            lines.append(f"| {name} | {passed:,} | {len(failed)} | {skipped.total()} | {files} |")
+            continue
         limits = result["limits"]
         counts = Counter(one["state"] for one in limits)
         said = ", ".join(f"{counts[state]} {text}" for state, text in _STATES.items() if counts[state])
@@ -121,11 +138,12 @@ def _any_version(detail: str, torch: str) -> str:
 def _evidence(found: Mapping[str, Results]) -> list[str]:
     lines = ["## Evidence", "", *_EVIDENCE.splitlines(), ""]
     lines += ["| torch | date | commit | Python | machine | tests took |", "|---|---|---|---|---|---:|"]
-    for result in found.values():
+    for name, result in runs(found).items():
         minutes = sum(part["seconds"] for part in result["parts"].values()) / 60
         again = "".join(map(_again, result.get("again", ())))
+        torch = result["torch"] if name in found else f"{result['torch']}, changed"
         lines.append(
-            f"| {result['torch']} | {result['date']} | {result['source']}{again} | {result['python']} "
+            f"| {torch} | {result['date']} | {result['source']}{again} | {result['python']} "
             f"| {_cell(result['machine'])} | {minutes:.0f} min |"
         )
     lines += [
@@ -139,13 +157,13 @@ def _evidence(found: Mapping[str, Results]) -> list[str]:
         versions = " | ".join(result["libraries"].get(library, "-") for result in found.values())
         lines.append(f"| {library} | {versions} |")
     lines += ["", "### Skipped tests", ""]
-    skips = {name: _any_torch(totals(result)[2], result["torch"]) for name, result in found.items()}
+    skips = {name: _any_torch(totals(result)[2], result["torch"]) for name, result in runs(found).items()}
     reasons = sorted({why for counts in skips.values() for why in counts}, key=lambda why: (_group(why), why))
-    lines += [f"| why | {' | '.join(found)} |", "|---" + "|---:" * len(found) + "|"]
+    lines += [f"| why | {' | '.join(skips)} |", "|---" + "|---:" * len(skips) + "|"]
     for why in reasons:
-        counts = " | ".join(str(skips[name][why] or "") for name in found)
+        counts = " | ".join(str(one[why] or "") for one in skips.values())
         lines.append(f"| {_cell(why)} | {counts} |")
-    for name, result in found.items():
+    for name, result in runs(found).items():
         if failed := totals(result)[1]:
             lines += ["", f"### Failed with torch {name}", ""]
             lines += [f"- `{one['test']}`: {_cell(one['why'])}" for one in failed]

@@ -15,6 +15,7 @@ from typing import Any, final
 
 YAML = (".yaml", ".yml")
 SUFFIXES = (".json", *YAML)
+_NEEDS_PYYAML = 'pip install "batchfit[yaml]" (or pyyaml)'
 
 
 _DEEPEST_DATA = 100  # levels of lists and mappings; none of our files has more than ten
@@ -121,7 +122,7 @@ def parse_document(text: str, *, name: str, is_yaml: bool = False) -> dict[str, 
     try:
         data = _parse_yaml(text) if is_yaml else parse_json(text)
     except ImportError:
-        raise ValueError(f"pip install pyyaml to read {name}, or write it as JSON") from None
+        raise ValueError(f"{_NEEDS_PYYAML} to read {name}, or write it as JSON") from None
     except ValueError as error:
         what = "YAML" if is_yaml else "JSON"
         raise ValueError(f"{name} must be {what}, and is not: {error}") from None
@@ -135,7 +136,7 @@ def with_value(text: str, keys: Sequence[str], value: str, *, name: str) -> str:
     try:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        raise ValueError(f"pip install pyyaml to change a value in {name}") from None
+        raise ValueError(f"{_NEEDS_PYYAML} to change a value in {name}") from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:

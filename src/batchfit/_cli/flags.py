@@ -40,7 +40,10 @@ ProjectTarget = Annotated[
     typer.Argument(
         metavar="[TARGET]",
         show_default=False,
-        help=f"{TARGET_HELP} Without TARGET: all targets of [tool.batchfit.check] in pyproject.toml.",
+        help=(
+            f"{TARGET_HELP} Without TARGET: any command after --, or all targets of [tool.batchfit.check] in "
+            "pyproject.toml."
+        ),
     ),
 ]
 PROGRAM = "Commands after --"

@@ -153,6 +153,7 @@ Examples:
   batchfit check train.py:make --max-increase 2%
   batchfit check train.py:make --batch-size 8 --max-peak 20GiB
   batchfit check --markdown comment.md
+  batchfit check --update -- python train.py --batch-size 8
 
 {exit_codes("check")}
 """

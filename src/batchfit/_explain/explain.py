@@ -19,13 +19,13 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint, Trace
 from batchfit._engine.allocator.replay import simulate
 from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.trace.oracle import Basis, default_budget
 from batchfit._engine.trace.trace import module_classes, unseen
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._explain.study import Study
-from batchfit._predict.oracle import Basis, default_budget
 from batchfit.results import Holder, MemoryExplanation, Moment, WhatIf
 from batchfit.workload import Workload, as_workload
 

@@ -17,6 +17,14 @@ from batchfit._engine.allocator.replay import largest
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
+from batchfit._engine.trace.oracle import (
+    Basis,
+    Oracle,
+    allocator_caveats,
+    allocator_rules,
+    held_beside,
+    margin_of,
+)
 from batchfit._engine.trace.trace import WorkloadTraces, trace
 from batchfit._engine.trace.workload import TracedWorkload, most_on_host, trace_workload
 from batchfit._engine.workload.reachable import StepReach
@@ -31,7 +39,6 @@ from batchfit._explain.what_if import (
     smaller_optimizer,
     update_changes,
 )
-from batchfit._predict.oracle import Basis, Oracle, allocator_caveats, allocator_rules, held_beside, margin_of
 from batchfit.errors import UntraceableError
 from batchfit.results import WhatIf
 

@@ -15,8 +15,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,6 +28,7 @@ from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import DeviceSpec
 from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._find.driver import SearchDriver
+from batchfit._find.nothing_fits import why_nothing_fits
 from batchfit._find.predict_first import with_prediction
 from batchfit._find.pure.options import FindOptions, OnTrial
 from batchfit._find.pure.search import Search
@@ -184,7 +187,7 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         trials_resumed=driver.resumed,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
         state_bytes=runs.state_bytes if search.best is None else None,
-        holders=runs.holders if search.best is None else [],
+        why=partial(why_nothing_fits, runs, budget_bytes=room.budget_bytes),
         samples=samples,
         stored_age_s=None if confirmed is None else confirmed.age_s,
         unseen=None if driver.session.own is None else driver.session.own.unseen,
@@ -202,14 +205,14 @@ def fit_result(
     trials_resumed: int = 0,
     shrunk_from_bytes: int | None = None,
     state_bytes: int | None = None,
-    holders: Sequence[tuple[str, int]] = (),
+    why: Callable[[Trial], Mapping[str, Any]] | None = None,
     samples: int | None = None,
     stored_age_s: float | None = None,
     unseen: Callable[[int], tuple[str, ...]] | None = None,
 ) -> FitResult:
     """The result of a search that has ended, for whatever reason; raises where no size ran.
 
-    `unseen`: what the trials at a size did not show.
+    `why` is then asked who held the memory. `unseen`: what the trials at a size did not show.
     """
     if search.best is None:
         if stopped_because in ("max_trials", "time_limit", "attempts", "interrupted"):
@@ -225,7 +228,7 @@ def fit_result(
             budget_bytes=budget_bytes,
             peak_bytes=last.reserved_bytes if last.reserved_bytes is not None else last.peak_bytes,
             state_bytes=state_bytes,
-            holders=holders,
+            **({} if why is None else why(last)),
             phase=last.phase,
             detail=_why(trials),
         )

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from batchfit._engine.device import oom
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
+from batchfit._engine.trace.oracle import MARGINS, WORKSPACE_BYTES, Oracle, allocator_rules, held_beside
 from batchfit._engine.trace.workload import glance, rules_for
 from batchfit._engine.trial.in_process import InProcess
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._find.driver import SearchDriver
 from batchfit._find.pure.search import Request, Search
-from batchfit._predict.oracle import MARGINS, WORKSPACE_BYTES, Oracle, allocator_rules, held_beside
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 

@@ -169,6 +169,10 @@ class ProgramTimer:
         per_s = run.size * passes * self.world_size / run.interval.median
         return Rates(per_s, None if tokens_per_sample is None else tokens_per_sample * per_s)
 
+    def why_out_of_memory(self, run: TimedRun) -> dict[str, Any]:
+        """What the program's probe saw of the smallest size: keywords of `NothingFitsError`."""
+        return {"holders": self._trials.holders(None), "further": self._trials.further}
+
     def notes(self, runs: Mapping[int, TimedRun]) -> Iterator[str]:
         """What is to be known of the times beside what the points say."""
         passes = {self._passes[size] for size in runs}

@@ -72,6 +72,7 @@ class ProgramTrials:
         self._ran: dict[int, _Ran] = {}
         self._uses: list[SizeUse] = []
         self._samples: int | None = None
+        self._holders: list[tuple[str, int]] = []
         self._available = 0 if known is None else known.available_bytes
         self.world_size = 1
 
@@ -112,10 +113,14 @@ class ProgramTrials:
         """Not known: the state is in the program."""
         return None
 
+    def holders(self, live_bytes: int | None) -> list[tuple[str, int]]:
+        """What the program's probe saw at its last OOM."""
+        return self._holders
+
     @property
-    def holders(self) -> list[tuple[str, int]]:
-        """Not known: the state is in the program."""
-        return []
+    def further(self) -> str:
+        """The command that traces the program."""
+        return f"batchfit explain --batch-size {self._first.size} -- {self.target.template.shown_template()}"
 
     @property
     def samples(self) -> int | None:
@@ -171,6 +176,7 @@ class ProgramTrials:
             raise TimeIsOver
         reports = followed.reports
         self.world_size = max(self.world_size, reports.world_size)
+        self._holders = reports.holders or self._holders
         fitted = [size for size, known in self._ran.items() if known.trial.fits]
         trial = trial_of(followed, self.target.template, ran=fitted)
         if reports.device:

@@ -48,6 +48,16 @@ def test_what_backward_runs_again_is_no_pass(counter: PassCounter, reentrant: bo
     assert counter.samples == 4
 
 
+def test_the_first_step_counts_and_what_was_before_it_does_not(counter: PassCounter) -> None:
+    """Of 4096 samples in batches of 2546 the second step has the rest: the size is 2546 all the same."""
+    model = nn.Linear(8, 8)
+    for evaluated_or_trained in (9000, 2546):
+        model(torch.randn(evaluated_or_trained, 8))
+    counter.forget()
+    model(torch.randn(1550, 8))
+    assert (counter.samples, counter.elements) == (2546, 2546 * 8)
+
+
 def test_what_is_stopped_leaves_no_global_hook(counter: PassCounter) -> None:
     counter.stop()
     with warnings.catch_warnings():

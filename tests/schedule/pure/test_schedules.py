@@ -639,7 +639,7 @@ class TestFiles:
         monkeypatch.setitem(sys.modules, "yaml", None)
         file = tmp_path / "s.yml"
         file.write_text("type: step")
-        with pytest.raises(ValueError, match=r"pip install pyyaml to read .*s.yml', or write it as JSON"):
+        with pytest.raises(ValueError, match=r"batchfit\[yaml\].* to read .*s.yml', or write it as JSON"):
             load_schedule(file)
 
     @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 
 from batchfit._cli.features import known_features
 from batchfit._engine.torch_private import allocator
+from batchfit._engine.trace.oracle import allocator_rules
 from batchfit._engine.trace.trace import unseen
-from batchfit._predict.oracle import allocator_rules
 
 NAMES = ("_cuda_isHistoryEnabled", "_cuda_clearCublasWorkspaces")
 

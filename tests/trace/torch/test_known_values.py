@@ -54,6 +54,8 @@ def refused(read: Read) -> bool:
         (lambda d, x: x.new_full((2,), 7, dtype=torch.long).sum().item(), 14),
         (lambda d, x: (torch.arange(6, device=d).view(2, 3) > 2).nonzero().shape, (3, 2)),
         (lambda d, x: torch.full((), 3, device=d).item(), 3),
+        # No such tensor is made on the host.
+        (lambda d, x: torch.empty(2**50, device=d).new_ones(()).item(), 1),
         (lambda d, x: bool((torch.arange(4, device=d).diff() == 1).all()), True),
     ],
 )

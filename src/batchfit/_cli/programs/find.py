@@ -36,11 +36,13 @@ class ProgramCall:
     flags: Mapping[str, Any]
     delivery: Delivery
 
-    def template(self, command: str, *, needs_place: bool = True) -> CommandTemplate:
+    def template(self, command: str, *, may_be_fixed: bool = False) -> CommandTemplate:
         """The command with its places; a wrong one is refused."""
         try:
             sets = tuple(FileSetting.parse(text) for text in self.sets)
-            return CommandTemplate(words=self.words, env=tuple(self.env), sets=sets, needs_place=needs_place)
+            return CommandTemplate(
+                words=self.words, env=tuple(self.env), sets=sets, may_be_fixed=may_be_fixed
+            )
         except ValueError as error:
             raise wrong_flag(error, command) from None
 

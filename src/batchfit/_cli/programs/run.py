@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 def run_for_real(call: ProgramCall) -> int:
     """Find a size, or take the one that is known, and run the program with it; the exit code of both."""
     own = {name for name, _, _ in flags_in(RunOptions)}
-    template = call.template("run", needs_place=False)
-    if not template.has_place:
+    template = call.template("run", may_be_fixed=True)
+    if template.is_fixed:
         return _run_within(call, template)
     try:
         options = RunOptions(**{name: value for name, value in call.flags.items() if name in own})

@@ -179,9 +179,9 @@ class KnownValues:
                 self.put(out, one)
 
     def _compute_like(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        """These read a shape only; the values of what they are like do not matter."""
+        """These read a shape only, as `logits.new_zeros(())`; what they are like may not fit on the host."""
         with unset_fake_temporarily():
-            shaped = torch.zeros(args[0].shape, dtype=args[0].dtype)
+            shaped = torch.zeros((), dtype=args[0].dtype).expand(args[0].shape)
             value = func(shaped, *self._real(args[1:]), **self._real(kwargs))
             self.put(out, torch.empty_strided(out.shape, out.stride(), dtype=value.dtype).copy_(value))
 

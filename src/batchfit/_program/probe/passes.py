@@ -37,8 +37,9 @@ class PassCounter:
 
     def __init__(self, before_pass: Callable[[Any, Any], None], on_pass: Callable[[bool], None]) -> None:
         self.count = 0
-        self.samples = 0  # the most samples that a pass had, since `forget`
+        self.samples = 0  # the most samples that a pass had, since the one before `forget`
         self.elements = 0  # the most numbers that a pass was given, since then
+        self._last = 0, 0  # samples and numbers of the last pass
         self.with_gradients = 0
         self._root: nn.Module | None = None  # the outermost module, while it runs
         self._depth = 0  # how often it was called within itself
@@ -59,8 +60,11 @@ class PassCounter:
         self._root = None
 
     def forget(self) -> None:
-        """What passes had before, such as those of an evaluation before training, counts no more."""
-        self.samples = self.elements = 0
+        """What passes had before the last one counts no more: it may have been an evaluation before training.
+
+        The last one is of the step that has ended, and may be larger than the next: the dataset's rest.
+        """
+        self.samples, self.elements = self._last
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if self._root is None:
@@ -84,8 +88,8 @@ class PassCounter:
         tensors = [one for one in tensors_in((args, kwargs)) if one.dim()]
         shape = tuple(tensors[0].shape) if tensors else ()
         if shape:
-            self.samples = max(self.samples, shape[0])
-            self.elements = max(self.elements, sum(one.numel() for one in tensors))
+            self._last = shape[0], sum(one.numel() for one in tensors)
+            self.samples, self.elements = map(max, (self.samples, self.elements), self._last)
         begins = not self._goes_on(shape)
         self._shape = shape
         if begins and len(shape) > 1:

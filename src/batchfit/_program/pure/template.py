@@ -66,7 +66,7 @@ class CommandTemplate:
     words: tuple[str, ...]
     env: tuple[str, ...] = ()
     sets: tuple[FileSetting, ...] = ()
-    needs_place: bool = True  # for a size
+    may_be_fixed: bool = False  # a command without a place is run as it is
 
     def __post_init__(self) -> None:
         if not self.words:
@@ -80,14 +80,14 @@ class CommandTemplate:
                     f"set must name a file as the command does, not {one.file!r}: the command is given a "
                     "changed copy in its place, and does not name it"
                 )
-        if self.needs_place and not self.has_place:
+        if self.is_fixed and not self.may_be_fixed:
             raise ValueError(NO_PLACE)
         self._check_nodes()
 
     @property
-    def has_place(self) -> bool:
-        """Whether a size can be given to it."""
-        return bool(self.env or self.sets) or any(self.marker in word for word in self.words)
+    def is_fixed(self) -> bool:
+        """Whether the size stands in the command, where no other can be put."""
+        return not self.env and not self.sets and not any(self.marker in word for word in self.words)
 
     @property
     def marker(self) -> str:

@@ -9,13 +9,13 @@ import time
 from dataclasses import replace
 
 from batchfit._engine.allocator.footprint import Trace
+from batchfit._engine.trace.oracle import MARGINS, Oracle, allocator_caveats, allocator_rules, default_budget
 from batchfit._engine.trace.trace import STEPS
 from batchfit._engine.trace.workload import trace_source
 from batchfit._explain.explain import explanation
 from batchfit._explain.pure.holders import Peak
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._explain.study import LEAST_GAIN
-from batchfit._predict.oracle import MARGINS, Oracle, allocator_caveats, allocator_rules, default_budget
 from batchfit._program.tracing.traces import ProgramTraces, TooFewSamplesError, lines_from_what_there_is
 from batchfit.errors import ProgramError
 from batchfit.results import MemoryExplanation, WhatIf
