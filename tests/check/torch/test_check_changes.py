@@ -13,7 +13,6 @@ from check_changes import CHANGES, PROGRAM, ProgramChange, workload_of
 from child_path import CHILD_PATH
 
 import batchfit
-from batchfit._check import declared
 from batchfit.results import MemoryCheck
 
 Check = Callable[..., MemoryCheck]
@@ -33,9 +32,8 @@ def baselines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def checked(baselines: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Checks a program against the baseline; other tests' modules are no part of it."""
-    monkeypatch.setattr(declared, "_own_files", lambda: {str(baselines.parent / "train.py")})
+def checked(baselines: Path) -> Check:
+    """Checks a program against the baseline."""
 
     def check(text: str, *, size: int = 512, max_increase: str = "1%") -> MemoryCheck:
         workload = workload_of(text, baselines.parent)
