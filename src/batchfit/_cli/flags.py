@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.exits import CommandFailed, interrupt_code
+from batchfit._cli.signals import SIGNALS
 from batchfit._options import Flag, flags_in
 
 OUTPUT = "Output"
@@ -231,12 +232,16 @@ def end(command: Callable[[], int]) -> None:
 
     code: int
     try:
-        code = command()
+        with SIGNALS.opened():
+            code = command()
     except CommandFailed as failed:
         complain(failed)
         code = failed.code
-    except KeyboardInterrupt:
-        code = Code.INTERRUPTED  # where nothing was found yet that could be saved
+    except (Exception, KeyboardInterrupt) as error:
+        stop = SIGNALS.came_out(error)
+        if stop is None:
+            raise
+        code = interrupt_code(stop)  # where nothing was found yet that could be saved
     sys.stdout.flush()
     raise typer.Exit(int(code))
 

@@ -72,7 +72,9 @@ def program_job(template: CommandTemplate, options: FindOptions, stored: StoredN
             on_device=partial(show_device, job, watch, progress),
             on_step=watch.step,
         )
-        return program_trials(target, options, stored)
+        own = program_trials(target, options, stored)
+        watch.unseen = own.unseen
+        return own
 
     job = SearchJob(
         what=template.shown_template(),
@@ -80,6 +82,7 @@ def program_job(template: CommandTemplate, options: FindOptions, stored: StoredN
         explain=_unexplained,
         options=options,
         trials=trials,
+        modules=("batchfit._program.find", "batchfit._program.trials"),
         use=template.shown,
     )
     return job

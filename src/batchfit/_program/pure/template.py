@@ -22,6 +22,12 @@ SIZE, PLAIN, OUT = "{batch_size}", "{}", "{out}"
 _NODES = re.compile(r"^--?(?:nnodes|num_machines|num[-_]nodes)$")
 _EXAMPLE = "batchfit find -- python train.py --batch-size {}"
 
+NO_PLACE = (
+    "the command has no place for the batch size: write {} where the number stands "
+    f"({_EXAMPLE}), or name a variable (--env BATCH_SIZE) or a place in a file "
+    "(--set config.yaml:train.batch_size)"
+)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -75,11 +81,7 @@ class CommandTemplate:
                     "changed copy in its place, and does not name it"
                 )
         if self.is_fixed and not self.may_be_fixed:
-            raise ValueError(
-                "the command has no place for the batch size: write {} where the number stands "
-                f"({_EXAMPLE}), or name a variable (--env BATCH_SIZE) or a place in a file "
-                "(--set config.yaml:train.batch_size)"
-            )
+            raise ValueError(NO_PLACE)
         self._check_nodes()
 
     @property
