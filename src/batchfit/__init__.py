@@ -40,12 +40,14 @@ _EXPORTS = {
     "SweepRecord": "batchfit.results",
     "SweepResult": "batchfit.results",
     "ThroughputProfile": "batchfit.results",
+    "TokenBatchSampler": "batchfit._loader.token_sampler",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
     "check_memory": "batchfit._check.check",
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
     "explain_oom": "batchfit._why.why",
+    "fake_ranks": "batchfit._engine.sharding.ranks",
     "find_batch_size": "batchfit._find.find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
@@ -90,12 +92,14 @@ __all__ = [
     "SweepRecord",
     "SweepResult",
     "ThroughputProfile",
+    "TokenBatchSampler",
     "Trial",
     "Workload",
     "check_memory",
     "errors",
     "explain_memory",
     "explain_oom",
+    "fake_ranks",
     "find_batch_size",
     "generation",
     "inference",
@@ -118,11 +122,13 @@ if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
     from batchfit._check.check import check_memory
+    from batchfit._engine.sharding.ranks import fake_ranks
     from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory
     from batchfit._find.find import find_batch_size
     from batchfit._loader.loader import ResizableLoader
+    from batchfit._loader.token_sampler import TokenBatchSampler
     from batchfit._microbatch.microbatcher import Microbatcher
     from batchfit._noise.gradient_noise import GradientNoise
     from batchfit._plan.plan import plan

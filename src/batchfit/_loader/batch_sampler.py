@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex, final
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, final
 
 import torch
 
@@ -27,8 +27,11 @@ from batchfit._loader.fetch import (
     keeps_state,
     open_stream,
 )
-from batchfit._loader.pure.deal import Deal, DealtSamples, cut, share
+from batchfit._loader.pure.deal import Deal, DealtSamples, count_batches, cut, share
 from batchfit._loader.pure.progress import EpochPlan, Progress
+
+if TYPE_CHECKING:
+    from batchfit._loader.token_sampler import TokenBatchSampler
 
 _log = logging.getLogger("batchfit")
 
@@ -52,7 +55,7 @@ def checked_size(name: str, value: SupportsIndex, world_size: int) -> int:
 class LoaderSettings:
     """What may change while a loader runs, and what its dealers must know."""
 
-    batch_size: int
+    samples: int  # of a batch over all ranks
     schedule: EpochPlan | None
     rank: int
     world_size: int
@@ -60,14 +63,38 @@ class LoaderSettings:
     tokens_per_sample: int | None
     ended: bool = False  # a size was set while there was a schedule: it counts, and the schedule does not
     said_too_large: bool = False  # that an epoch has fewer samples than a batch
+    token_sampler: TokenBatchSampler | None = None  # whose `max_tokens` is the size, of one rank
+
+    @property
+    def batch_size(self) -> int:
+        """The size where there is no schedule."""
+        return self.samples if self.token_sampler is None else self.token_sampler.max_tokens
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        if self.token_sampler is None:
+            self.samples = size
+        else:
+            self.token_sampler.max_tokens = size
+
+    def checked(self, name: str, value: SupportsIndex) -> int:
+        """`value` as a size that no rank or sample is left out with."""
+        if self.token_sampler is not None:
+            return self.token_sampler._checked(value, name.replace("batch_size", "max_tokens"))
+        return checked_size(name, value, self.world_size)
+
+    def chosen(self, **sizes: int | None) -> tuple[str, int]:
+        """The name of the size that is set, and its value, checked."""
+        name, other = ("batch_size", "max_tokens")[:: 1 if self.token_sampler is None else -1]
+        if sizes[other] is not None:
+            raise ValueError(f"{other} must not be set where batches have a {name}, to {sizes[other]!r}")
+        return name, self.checked(name, sizes[name])  # type: ignore[arg-type]
 
     def wanted(self, progress: Progress) -> int:
         """The size of the batch that comes at `progress`."""
         if self.schedule is None:
             return self.batch_size
-        return checked_size(
-            f"the batch size of the schedule at {progress}", self.schedule.size_at(progress), self.world_size
-        )
+        return self.checked(f"the batch size of the schedule at {progress}", self.schedule.size_at(progress))
 
 
 class EpochOrder(Protocol):
@@ -188,6 +215,15 @@ class Dealer(Iterator[Any]):
         self._discarded_below = discarded_below
         discarded_below.value = ledger.discarded_below
 
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's mean loss with which DDP's mean over ranks is the batch's."""
+        if self.current is None:
+            return 1.0
+        rank, world_size = self.settings.rank, self.settings.world_size
+        start, stop = share(self.current.size, rank, world_size)
+        return (stop - start) * world_size / self.current.size
+
     def progress_at(self, number: int, position: int) -> Progress:
         """How far the run has come when that batch of this epoch begins at that position."""
         samples = self.begun.samples + position
@@ -199,6 +235,23 @@ class Dealer(Iterator[Any]):
     def progress(self) -> Progress:
         """How far the run has come by what was handed out."""
         return self.progress_at(self.ledger.batches, self.ledger.handed)
+
+    def count(self, length: Callable[[], int]) -> int:
+        """Batches of this epoch: those handed out, and those to come by the size or schedule of now."""
+        return self._counted(length() - self.ledger.handed, self.settings.world_size, lambda size: size)
+
+    def _counted(self, left: int, world_size: int, part: Callable[[int], int]) -> int:
+        ledger, settings = self.ledger, self.settings
+
+        def wanted(number: int, position: int) -> int:
+            return part(settings.wanted(self.progress_at(ledger.batches + number, ledger.handed + position)))
+
+        # With one size the first batches are all alike, and not worth counting.
+        size = wanted(0, 0)
+        alike = max(0, left // size - 2) if settings.schedule is None else 0
+        left -= alike * size
+        rest = count_batches(left, wanted, world_size=world_size, drop_last=settings.drop_last)
+        return ledger.batches + alike + rest
 
     def __next__(self) -> Any:
         if self.failure is None:
@@ -307,6 +360,14 @@ class StreamDealer(Dealer):
         self.places = list(places)
         self.run = ledger.serial
         self._ended: set[int] = set()
+
+    def count(self, length: Callable[[], int]) -> int:
+        # Each rank's dataset has a length of its own.
+        def part(size: int) -> int:
+            start, stop = share(size, self.settings.rank, self.settings.world_size)
+            return stop - start
+
+        return self._counted(length() - sum(place.handed for place in self.places), 1, part)
 
     def _deal(self) -> StreamTask | None:
         if len(self._ended) == len(self.places):

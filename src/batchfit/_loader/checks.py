@@ -13,31 +13,16 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch.utils.data import IterDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe
 
 from batchfit._arguments import check_whole
 from batchfit._loader.batch_sampler import LoaderSettings
+from batchfit._loader.fetch import SampleLocation
 from batchfit._loader.pure.progress import Progress, SizeLimits
-from batchfit._units import whole
+from batchfit._loader.token_sampler import TokenBatchSampler
 
 _EPOCHS_LOOKED_AHEAD = 100
 _MOST_WORKERS = 4096
-
-
-def place_among_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which rank this is, of how many: as given, or by `torch.distributed`, or one process."""
-    if (rank is None) != (world_size is None):
-        raise ValueError(f"rank and world_size must be given together, not {rank!r} and {world_size!r}")
-    if rank is None or world_size is None:
-        group = torch.distributed
-        if not (group.is_available() and group.is_initialized()):
-            return 0, 1
-        return group.get_rank(), group.get_world_size()
-    whole(world_size, name="world_size", at_least=1)
-    if not 0 <= whole(rank, name="rank") < world_size:
-        raise ValueError(f"rank must be from 0 to {world_size - 1}, not {rank!r}")
-    return rank, world_size
 
 
 def check_workers(num_workers: Any, timeout: Any) -> None:
@@ -76,6 +61,61 @@ def check_data(dataset: Any, streams: bool, shuffle: bool, sampler: Any, world_s
         )
 
 
+def check_token_sampler(sampler: Any, dataset: Any, given: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse batch samplers that are not ours, and arguments that contradict it."""
+    if not isinstance(sampler, TokenBatchSampler):
+        raise TypeError(
+            f"batch_sampler must be a batchfit.TokenBatchSampler, not {sampler!r:.80}: any other fixes the "
+            "size of its batches. A sampler= of samples may be any"
+        )
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ValueError(f"{name} must be left out with a batch_sampler, which has it, not {value!r}")
+    if not callable(getattr(dataset, "__getitem__", None)) or isinstance(dataset, IterableDataset):
+        raise TypeError(f"dataset must have __getitem__ with a batch_sampler, not {dataset!r:.80}")
+    if callable(getattr(dataset, "__len__", None)) and len(dataset) != len(sampler.lengths):
+        raise ValueError(
+            f"dataset must have as many samples as batch_sampler has lengths, {len(sampler.lengths)}, not "
+            f"{len(dataset)}"
+        )
+
+
+def order_name(streams: bool, shuffle: bool, sampler: Any, batch_sampler: Any) -> str:
+    """What a checkpoint says of the order of the samples."""
+    if streams:
+        return "iterable"
+    if batch_sampler is not None:
+        return "by tokens"
+    return "sampled" if sampler is not None else "shuffled" if shuffle else "sequential"
+
+
+def check_state(
+    state: Any, *, order: str, length: int | None, workers: int | None
+) -> tuple[SampleLocation, ...]:
+    """Refuse a checkpoint of another dataset, order or number of workers; where each worker was."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
+    if state.get("version") != 1:
+        raise ValueError(f"state must be of version 1, not {state.get('version')!r}")
+    if state["order"] != order:
+        raise ValueError(f"state must be of a loader that is {order}, not {state['order']!r}")
+    if state["length"] is not None and state["length"] != length:
+        raise ValueError(f"state must be of {length} samples, not {state['length']!r}")
+    places = tuple(SampleLocation(**place) for place in state.get("workers", ()))
+    if workers is not None and len(places) != max(1, workers):
+        raise ValueError(
+            f"num_workers must be {len(places)} to go on in an iterable dataset, which each worker reads "
+            f"on its own, not {workers!r}"
+        )
+    if any(place.handed and place.state is None for place in places):
+        warnings.warn(
+            "the dataset has no state_dict: what was consumed is read again and thrown away, which is "
+            "exact only if it gives the same samples in the same order",
+            stacklevel=3,
+        )
+    return places
+
+
 def check_schedule(schedule: Any) -> None:
     """Refuse what no size can be asked of, with the way to one that it can."""
     if schedule is None or callable(getattr(schedule, "size_at", None)):
@@ -96,7 +136,7 @@ def look_ahead(
 ) -> None:
     """Warn if a schedule will leave a rank without a sample, as far as the beginnings of epochs show it."""
     schedule, each = settings.schedule, settings.tokens_per_sample
-    if schedule is None or settings.world_size == 1:
+    if schedule is None or settings.world_size == 1 or settings.token_sampler is not None:
         return
     try:
         samples_an_epoch = length()

@@ -17,8 +17,8 @@ import contextlib
 import logging
 import multiprocessing
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast, final
 
@@ -38,9 +38,11 @@ from batchfit._loader.batch_sampler import (
 from batchfit._loader.checks import (
     check_data,
     check_schedule,
+    check_state,
+    check_token_sampler,
     check_workers,
     look_ahead,
-    place_among_ranks,
+    order_name,
 )
 from batchfit._loader.epoch_iterator import CurrentDealer, EpochIterator
 from batchfit._loader.fetch import (
@@ -51,8 +53,11 @@ from batchfit._loader.fetch import (
     StreamFetch,
     as_it_is,
 )
-from batchfit._loader.pure.deal import Deal, DealtSamples, count_batches, share
+from batchfit._loader.place import place_among_ranks
+from batchfit._loader.pure.deal import Deal, DealtSamples
 from batchfit._loader.pure.progress import EpochPlan, Progress, Schedule
+from batchfit._loader.token_dealer import TokenDealer
+from batchfit._loader.token_sampler import TokenBatchSampler
 from batchfit._units import whole
 
 _log = logging.getLogger("batchfit")
@@ -77,6 +82,9 @@ class ResizableLoader:
         shuffle: draw samples in a new order in each epoch.
         sampler: gives the indices, in place of `shuffle`.
         num_workers: worker processes; 0: samples are loaded in this process.
+        batch_sampler: a `TokenBatchSampler`: batches of about equally many tokens, in place of `batch_size`,
+            `shuffle`, `sampler`, `drop_last`, `seed`, `rank` and `world_size`. Sizes, a schedule's too, are
+            its `max_tokens` then, those of one rank.
         collate_fn: makes a batch of a list of samples; default: DataLoader's.
         pin_memory: copy batches to pinned memory.
         drop_last: leave out the short last batch of an epoch.
@@ -102,6 +110,7 @@ class ResizableLoader:
         schedule: EpochPlan | Schedule | None = None,
         shuffle: bool = False,
         sampler: Any = None,
+        batch_sampler: TokenBatchSampler | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
@@ -119,26 +128,33 @@ class ResizableLoader:
         defer: bool = False,
         tokens_per_sample: int | None = None,
     ) -> None:
-        rank, world_size = place_among_ranks(rank, world_size)
         self._streams = isinstance(dataset, IterableDataset)
-        check_data(dataset, self._streams, shuffle, sampler, world_size)
+        if batch_sampler is None:
+            rank, world_size = place_among_ranks(rank, world_size)
+            check_data(dataset, self._streams, shuffle, sampler, world_size)
+        else:
+            ranks = ((rank, world_size), (None, None))
+            given: dict[str, Any] = {"batch_size": (batch_size, 256), "shuffle": (shuffle, False)}
+            given |= {"drop_last": (drop_last, False), "seed": (seed, 0), "rank and world_size": ranks}
+            given |= {"sampler": (sampler, None), "tokens_per_sample": (tokens_per_sample, None)}
+            check_token_sampler(batch_sampler, dataset, given)
+            rank, world_size = batch_sampler.rank, batch_sampler.world_size
+            batch_size, drop_last, seed = world_size, batch_sampler.drop_last, batch_sampler.seed
         if tokens_per_sample is not None:
             tokens_per_sample = whole(tokens_per_sample, name="tokens_per_sample", at_least=1)
         size = checked_size("batch_size", batch_size, world_size)
         check_workers(num_workers, timeout)
-        for name, flag in (
-            ("drop_last", drop_last),
-            ("pin_memory", pin_memory),
-            ("persistent_workers", persistent_workers),
-            ("defer", defer),
-        ):
-            check_flag(name, flag)
-        self._settings = LoaderSettings(size, None, rank, world_size, drop_last, tokens_per_sample)
+        check_flag("drop_last", drop_last)
+        check_flag("pin_memory", pin_memory)
+        check_flag("persistent_workers", persistent_workers)
+        check_flag("defer", defer)
+        self._settings = LoaderSettings(
+            size, None, rank, world_size, drop_last, tokens_per_sample, token_sampler=batch_sampler
+        )
         self.dataset = dataset
         self.sampler = sampler
         self.defer = defer
         self.num_workers = num_workers
-        self._shuffle = shuffle
         self._seed = whole(seed, name="seed")
         self._collate_fn = default_collate if collate_fn is None else collate_fn
         self._keywords: dict[str, Any] = {
@@ -150,8 +166,10 @@ class ResizableLoader:
             "generator": generator,
             "prefetch_factor": prefetch_factor,
             "persistent_workers": persistent_workers,
-            **({"pin_memory_device": pin_memory_device} if pin_memory_device else {}),
         }
+        if pin_memory_device:
+            self._keywords["pin_memory_device"] = pin_memory_device
+        self._order = order_name(self._streams, shuffle, sampler, batch_sampler)
         self._lock = threading.RLock()
         # A number that workers see; without workers nothing is prefetched.
         self._discarded_below = cast(
@@ -169,25 +187,39 @@ class ResizableLoader:
     @property
     def batch_size(self) -> int:
         """The size of the next batch, over all ranks. Setting it ends the schedule, if there is one."""
+        if self._settings.token_sampler is not None:
+            raise AttributeError("batches by tokens have no batch_size: see max_tokens")
         return self._settings.wanted(self.progress)
 
     @batch_size.setter
     def batch_size(self, size: int) -> None:
         self.resize(size)
 
-    def resize(self, batch_size: int, *, defer: bool | None = None) -> None:
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of the next batch of a `TokenBatchSampler`, on one rank; may be set."""
+        return None if self._settings.token_sampler is None else self._settings.wanted(self.progress)
+
+    @max_tokens.setter
+    def max_tokens(self, max_tokens: int) -> None:
+        self.resize(max_tokens=max_tokens)
+
+    def resize(
+        self, batch_size: int | None = None, *, max_tokens: int | None = None, defer: bool | None = None
+    ) -> None:
         """Set the size from the next batch on; with `defer`, after the prefetched batches.
 
         On several ranks, all of them must do so between the same two batches.
 
         Args:
             batch_size: samples of a batch over all ranks.
+            max_tokens: with a `TokenBatchSampler`, in its place: most tokens of a batch on one rank.
             defer: hand out the prefetched batches first; default: as the loader's `defer` says.
         """
-        size = checked_size("batch_size", batch_size, self.world_size)
+        name, size = self._settings.chosen(batch_size=batch_size, max_tokens=max_tokens)
         with self._lock:
             if self._settings.schedule is not None:
-                _log.info("batch size set to %d: the loader's schedule ends here", size)
+                _log.info("%s set to %d: the loader's schedule ends here", name, size)
                 self._settings.ended = True
             self._settings.schedule, self._settings.batch_size = None, size
             self._changed(defer)
@@ -202,9 +234,9 @@ class ResizableLoader:
         if isinstance(schedule, Schedule):
             # A config that begins with a size of its own needs none.
             initial = None if schedule.starts_by_itself else self._settings.batch_size
-            schedule = schedule.bind(
-                initial, world_size=self.world_size, tokens_per_sample=self._settings.tokens_per_sample
-            )
+            ranks = self.world_size if self._settings.token_sampler is None else 1  # `max_tokens` is of one
+            each = self._settings.tokens_per_sample
+            schedule = schedule.bind(initial, world_size=ranks, tokens_per_sample=each)
         check_schedule(schedule)
         with self._lock:
             before, size = self._settings.schedule, self._settings.batch_size
@@ -243,10 +275,7 @@ class ResizableLoader:
 
         1.0 where all ranks have equally many samples.
         """
-        if self.current is None:
-            return 1.0
-        start, stop = share(self.current.size, self.rank, self.world_size)
-        return (stop - start) * self.world_size / self.current.size
+        return self._dealer.weight
 
     @property
     def collate_fn(self) -> Callable[[Any], Any]:
@@ -286,24 +315,7 @@ class ResizableLoader:
     def __len__(self) -> int:
         """Batches of this epoch: those handed out, and those to come by the size or schedule of now."""
         with self._lock:
-            dealer, settings = self._dealer, self._settings
-            ledger, world_size = dealer.ledger, settings.world_size
-            left = self._length() - ledger.handed
-            if isinstance(dealer, StreamDealer):  # each rank's dataset has a length of its own
-                left, world_size = self._length() - sum(place.handed for place in dealer.places), 1
-
-            def wanted(number: int, position: int) -> int:
-                at = dealer.progress_at(ledger.batches + number, ledger.handed + position)
-                size = settings.wanted(at)
-                start, stop = share(size, settings.rank, settings.world_size)
-                return stop - start if self._streams else size
-
-            # With one size the first batches are all alike, and not worth counting.
-            size = wanted(0, 0)
-            alike = max(0, left // size - 2) if settings.schedule is None else 0
-            left -= alike * size
-            rest = count_batches(left, wanted, world_size=world_size, drop_last=settings.drop_last)
-            return ledger.batches + alike + rest
+            return self._dealer.count(self._length)
 
     # Going through an epoch
 
@@ -320,7 +332,7 @@ class ResizableLoader:
             with contextlib.ExitStack() as stack:
                 if dealer.ledger.batches > 0 and (undo := undo_generator(drawn_from)) is not None:
                     stack.callback(undo)
-                if not self._streams:
+                if not self._streams and self._settings.token_sampler is None:
                     dealer.order = self._new_order(dealer)
                 batches = iter(self._loader)
                 iteration = EpochIterator(dealer, batches, self._lock, lambda: self._dealer, self._renew)
@@ -332,7 +344,7 @@ class ResizableLoader:
         done = self._dealer.progress
         if epoch is None:
             epoch = done.epoch + 1 if self._next_epoch is None else self._next_epoch
-        begun = Progress(epoch, done.step, done.samples)
+        begun = Progress(epoch, done.step, done.samples, done.tokens)
         last = self._dealer
         self._dealer = self._new_dealer(begun, last.ledger.next_epoch())
         self._dealer.current, self._dealer.current_progress = last.current, last.current_progress
@@ -346,6 +358,9 @@ class ResizableLoader:
         self, begun: Progress, ledger: DealtSamples, state: Mapping[str, Any] | None = None
     ) -> Dealer:
         state = {} if state is None else state
+        if (tokens := self._settings.token_sampler) is not None:
+            saved = state.get("tokens")
+            return TokenDealer(self._settings, begun, ledger, self._discarded_below, tokens, saved)
         if not self._streams:
             return Dealer(self._settings, begun, ledger, self._discarded_below, state.get("sampler"))
         places = [SampleLocation(**place) for place in state.get("workers", ())] or [SampleLocation()] * max(
@@ -358,7 +373,7 @@ class ResizableLoader:
         if self.sampler is not None:
             saved, dealer.saved = dealer.saved, None
             return SampledOrder(self.sampler, epoch, saved)
-        return FixedOrder(self._length(), self._seed + epoch if self._shuffle else None)
+        return FixedOrder(self._length(), self._seed + epoch if self._order == "shuffled" else None)
 
     def _new_loader(self) -> DataLoader[Any]:
         fetch: Any
@@ -391,10 +406,11 @@ class ResizableLoader:
                 "batches": ledger.batches,
                 "step": progress.step,
                 "samples": progress.samples,
+                "token_count": progress.tokens,
                 "batch_size": self._settings.batch_size,
                 "schedule_ended": self._settings.ended,
                 "seed": self._seed,
-                "order": self._order_name,
+                "order": self._order,
                 "length": None if self._streams or self.sampler is not None else self._length(),
                 **self._dealer.state(),
             }
@@ -410,41 +426,25 @@ class ResizableLoader:
         Raises:
             ValueError: `state` is of another dataset, order or number of workers.
         """
-        if not isinstance(state, Mapping):
-            raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
-        if state.get("version") != 1:
-            raise ValueError(f"state must be of version 1, not {state.get('version')!r}")
-        if state["order"] != self._order_name:
-            raise ValueError(f"state must be of a loader that is {self._order_name}, not {state['order']!r}")
-        if state["length"] is not None and state["length"] != self._length():
-            raise ValueError(f"state must be of {self._length()} samples, not {state['length']!r}")
-        places = tuple(SampleLocation(**place) for place in state.get("workers", ()))
-        if self._streams and len(places) != max(1, self.num_workers):
-            raise ValueError(
-                f"num_workers must be {len(places)} to go on in an iterable dataset, which each worker reads "
-                f"on its own, not {self.num_workers!r}"
-            )
-        if any(place.handed and place.state is None for place in places):
-            warnings.warn(
-                "the dataset has no state_dict: what was consumed is read again and thrown away, which is "
-                "exact only if it gives the same samples in the same order",
-                stacklevel=2,
-            )
-        size = checked_size("batch_size", state["batch_size"], self.world_size)
+        length = None if self._streams or self.sampler is not None else self._length()
+        workers = self.num_workers if self._streams else None
+        check_state(state, order=self._order, length=length, workers=workers)
+        size = self._settings.checked("batch_size", state["batch_size"])
+        tokens = self._settings.token_sampler
+        if tokens is not None:
+            tokens.seed = state["seed"]
+            if tokens._given != state["given_max_tokens"]:  # the user asks for another one
+                size = tokens.max_tokens
         with self._lock:
             self._seed, self._settings.batch_size = state["seed"], size
             if state.get("schedule_ended", False):  # by a size that was set, which still counts
                 self._settings.schedule, self._settings.ended = None, True
             handed, batches = state["position"], state["batches"]
             begun = Progress(state["epoch"], state["step"] - batches, state["samples"] - handed)
+            if tokens is not None:
+                begun = replace(begun, tokens=state["token_count"] - state["tokens"]["tokens"])
             ledger = self._dealer.ledger.resumed(handed, batches)
             self._dealer = self._new_dealer(begun, ledger, state)
             self._begun, self._next_epoch = False, None
             if self._streams:  # workers that live must start again
                 self._loader = self._new_loader()
-
-    @property
-    def _order_name(self) -> str:
-        if self._streams:
-            return "iterable"
-        return "sampled" if self.sampler is not None else "shuffled" if self._shuffle else "sequential"

@@ -1,6 +1,7 @@
 """The loader that follows a schedule: it gets the plan, or each new size.
 
 Rules
+- The size is its `max_tokens` where its batches are by tokens, else its `batch_size`.
 - A loader that takes a plan (it has an attribute `schedule`) gets it, and changes sizes by itself; any other
   gets the size at the change. What somebody else sets stays until the schedule changes the size again.
 - What a loader counts (`progress`) goes before what the caller says, for its batches are made by that.
@@ -26,13 +27,14 @@ class FollowingLoader:
     def __init__(self, loader: Any) -> None:
         _check(loader)
         self._loader = loader
+        self._name = "batch_size" if getattr(loader, "max_tokens", None) is None else "max_tokens"
         self._plan: EpochPlan | None = None
         self._warned_of_epochs = self._warned_of_late_rate = False
 
     @property
     def batch_size(self) -> Any:
         """Its size now; None where there is no loader."""
-        return getattr(self._loader, "batch_size", None)
+        return getattr(self._loader, self._name, None)
 
     @property
     def world_size(self) -> int | None:
@@ -77,20 +79,20 @@ class FollowingLoader:
         """Set the changed size on a loader that follows no plan."""
         if self._loader is None or self.has_plan:
             return
-        if self._loader.batch_size != size:
-            self._loader.batch_size = size
+        if self.batch_size != size:
+            setattr(self._loader, self._name, size)
 
     def restore(self, size: int) -> None:
         """Set a size that somebody else had set before; the schedule's next change replaces it."""
         if self._loader is not None:
-            self._loader.batch_size = size
+            setattr(self._loader, self._name, size)
 
     def set_by_others(self, size: int) -> int | None:
         """The size that somebody else has given it, if it has another one than the schedule's `size`."""
         loader = self._loader
-        if loader is None or getattr(loader, "schedule", None) is not None or loader.batch_size == size:
+        if loader is None or getattr(loader, "schedule", None) is not None or self.batch_size == size:
             return None
-        return int(loader.batch_size)
+        return int(self.batch_size)
 
     def compare_epochs(self, epoch: int | None) -> None:
         """One that asks the plan by its own count must not be at another epoch than the caller."""
@@ -128,5 +130,5 @@ def _check(loader: Any) -> None:
             "loader must be one whose batch_size can be set, not a DataLoader. Use batchfit.ResizableLoader, "
             "or leave loader out and make a new DataLoader when step() says that the size has changed"
         )
-    if not hasattr(loader, "batch_size"):
+    if not hasattr(loader, "batch_size") and not hasattr(loader, "max_tokens"):
         raise TypeError(f"loader must have an attribute batch_size, not {loader!r:.80}")
