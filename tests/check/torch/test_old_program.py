@@ -62,7 +62,7 @@ def check(folder: Path, text: str) -> MemoryCheck:
     return check_with(workload_of(text, folder), options, name=TARGET, retrace=again)
 
 
-def caveats(found: batchfit.results.MemoryCheck) -> list[str]:
+def caveats(found: MemoryCheck) -> list[str]:
     """Those of the baseline. torch 2.15 has one of its own, of cuBLAS, in every prediction."""
     return [caveat for caveat in found.unseen if not caveat.startswith("cuBLAS: ")]
 
