@@ -17,6 +17,7 @@ _EXPORTS = {
     "CosineBatchSizeConfig": "batchfit.schedules",
     "CustomBatchSizeConfig": "batchfit.schedules",
     "ExponentialBatchSizeConfig": "batchfit.schedules",
+    "FirstSamples": "batchfit._engine.batch.first_samples",
     "FitResult": "batchfit.results",
     "GradientNoise": "batchfit._noise.gradient_noise",
     "LargestRun": "batchfit._rerun.run_largest",
@@ -68,6 +69,7 @@ __all__ = [
     "CosineBatchSizeConfig",
     "CustomBatchSizeConfig",
     "ExponentialBatchSizeConfig",
+    "FirstSamples",
     "FitResult",
     "GradientNoise",
     "IncreaseBatchSizeConfig",
@@ -120,6 +122,7 @@ if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
     from batchfit._check.check import check_memory
+    from batchfit._engine.batch.first_samples import FirstSamples
     from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory

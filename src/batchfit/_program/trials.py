@@ -119,6 +119,10 @@ class ProgramTrials:
         """How many samples the program's batches have at most, where that was met."""
         return self._samples
 
+    def made_of(self, size: int) -> str:
+        """Nothing to say: the program makes its own batches."""
+        return ""
+
     def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Do nothing: a program whose rank failed is ended as a whole."""
 
