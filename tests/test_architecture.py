@@ -39,6 +39,7 @@ LEVELS = (
     {"results", "testing", "_noise", "_engine.batch", "_engine.cuda_model", "_engine.snapshot"},
     {"_loader", "_report", "_why", "_engine.distributed", "_engine.sizing", "_engine.workload"},
     {"_schedule", "_engine.data_parallel", "_engine.store", "_engine.trace", "_engine.trial"},
+    {"_engine.sharding"},
     {"_explain", "_rerun", "_engine.optimizer_step", "integrations"},
     {"_predict", "_microbatch"},
     {"_find"},

@@ -48,6 +48,7 @@ _EXPORTS = {
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
     "explain_oom": "batchfit._why.why",
+    "fake_ranks": "batchfit._engine.sharding.ranks",
     "find_batch_size": "batchfit._find.find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
@@ -100,6 +101,7 @@ __all__ = [
     "errors",
     "explain_memory",
     "explain_oom",
+    "fake_ranks",
     "find_batch_size",
     "generation",
     "inference",
@@ -123,6 +125,7 @@ if TYPE_CHECKING:
     import batchfit.testing as testing
     from batchfit._check.check import check_memory
     from batchfit._engine.batch.first_samples import FirstSamples
+    from batchfit._engine.sharding.ranks import fake_ranks
     from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory

@@ -15,16 +15,27 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
+
 import batchfit
 from batchfit._engine.allocator.footprint import Trace
 from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.cuda_model import dispatch, quantised_kernels
+from batchfit._engine.cuda_model.workspaces import Extra
 from batchfit._engine.trace import blocks, recorder
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.virtual_memory.op_sizes import block_bytes
 
 STEPS = 3
+
+
+def _copy_of_gloo(args: Any, _: Any) -> Extra:
+    """Gloo reduces a copy of what it is given; NCCL needs none."""
+    return Extra(together=(args[1].numel() * args[1].element_size(),))
+
+
+GLOO: dict[Any, Any] = {torch.ops.c10d._reduce_scatter_base_.default: _copy_of_gloo}
 Make = Callable[[], batchfit.Workload]
 
 
@@ -46,7 +57,7 @@ def kernels_of_a_cpu() -> Iterator[None]:
         mock.patch.object(dispatch.CudaRules, "_ways", return_value={}),
         mock.patch.object(dispatch.sequences, "LOSSES", {}),
         mock.patch.object(dispatch, "cuda_autocast", return_value=contextlib.nullcontext()),
-        mock.patch.object(recorder, "RULES", {}),
+        mock.patch.object(recorder, "RULES", GLOO),
         mock.patch.object(recorder, "GEMMS", frozenset()),
         mock.patch.object(quantised_kernels, "RULES", {}),
         mock.patch.object(quantised_kernels, "STAND_INS", {}),
@@ -56,10 +67,11 @@ def kernels_of_a_cpu() -> Iterator[None]:
         yield
 
 
-def predicted(workload: batchfit.Workload, size: int) -> Peaks:
+def predicted(workload: batchfit.Workload, size: int, *, changes: tuple[Any, ...] = ()) -> Peaks:
     """What a trace says of the last of several steps."""
+    rules = rules_for(workload, gpu_named("h200"))
     with kernels_of_a_cpu():
-        found = trace(workload, size, rules=rules_for(workload, gpu_named("h200")), steps=STEPS)
+        found = trace(workload, size, rules=rules, steps=STEPS, changes=changes)
     return peaks_of(found)
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.sharding.blocks import RepeatedBlocks, repeated_blocks
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._engine.torch_private.optimizers import set_takes_scaler
 from batchfit._engine.trace.fake_state import Faked
@@ -32,9 +33,9 @@ from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.step_variables import changed_variable, mapped, step_variable
 from batchfit.workload import Workload
 
-Group = Literal["checkpointing", "dtype", "loss", "optimizer", "length"]
+Group = Literal["checkpointing", "dtype", "loss", "optimizer", "weights", "length"]
 Context = Callable[[Workload, Any], AbstractContextManager[Any]]
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SHORTEST = 16  # a sequence that is cut has at least this length
 _CHUNKS = 16  # of a loss
 # The switch of models of transformers, by its name since 5.23 and by that before.
@@ -61,15 +62,6 @@ class Change:
 # -- activation checkpointing
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class RepeatedBlocks:
-    """Blocks of one class, side by side in a ModuleList or Sequential."""
-
-    kind: str
-    blocks: tuple[nn.Module, ...]
-
-
 def checkpointing(reach: StepReach, learning: Container[int] | None = None) -> list[Change]:
     """Checkpointing of repeated blocks, from the outermost to the innermost; empty where it is on already.
 
@@ -92,16 +84,6 @@ def checkpointing(reach: StepReach, learning: Container[int] | None = None) -> l
             found.append(_checkpointing(level, workload.model))
         level = [inner for outer in level for block in outer.blocks for inner in repeated_blocks(block)]
     return found
-
-
-def repeated_blocks(root: nn.Module) -> list[RepeatedBlocks]:
-    """The outermost containers of two or more blocks of one class; a block has modules inside."""
-    if isinstance(root, nn.ModuleList | nn.Sequential):
-        classes = Counter(type(one) for one in root.children() if any(True for _ in one.children()))
-        kind, count = classes.most_common(1)[0] if classes else (nn.Module, 0)
-        if count > 1:
-            return [RepeatedBlocks(kind.__name__, tuple(one for one in root.children() if type(one) is kind))]
-    return [found for child in root.children() for found in repeated_blocks(child)]
 
 
 def _checkpointing(level: list[RepeatedBlocks], model: Any) -> Change:
@@ -280,7 +262,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def update_changes(reach: StepReach) -> list[Change]:
     """fused=True and foreach=False, for optimizers that know these and do not have them yet."""
-    optimizers = _optimizers(reach)
+    optimizers = optimizers_of(reach)
     groups = [group for one in optimizers for group in one.param_groups]
     if not groups:
         return []
@@ -299,7 +281,7 @@ def update_changes(reach: StepReach) -> list[Change]:
 
 def smaller_optimizer(reach: StepReach) -> list[Change]:
     """One state in place of Adam's two, as advice: it trains otherwise."""
-    adams = [one for one in _optimizers(reach) if isinstance(one, _ADAMS)]
+    adams = [one for one in optimizers_of(reach) if isinstance(one, ADAMS)]
     if not adams:
         return []
     return [
@@ -353,7 +335,8 @@ def _sgd(adams: Sequence[Optimizer], _: Workload, faked: Faked) -> Iterator[None
     yield
 
 
-def _optimizers(reach: StepReach) -> list[Optimizer]:
+def optimizers_of(reach: StepReach) -> list[Optimizer]:
+    """The optimizers that a step can reach."""
     return [part for part in reach.parts if isinstance(part, Optimizer)]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -51,6 +52,8 @@ from batchfit._engine.trace.workload import (
 )
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload.reachable import reach_of
+from batchfit._explain.pure.holders import Peak
+from batchfit._explain.shortage import Shortage, holders_of, shortage_of
 from batchfit._predict.pure.options import Budget, PredictOptions
 from batchfit._units import format_bytes
 from batchfit.errors import BatchfitError, NothingFitsError, RankFailedError, RanksDisagreeError
@@ -59,6 +62,11 @@ from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 _DOING: Final = "a prediction"
+# What the error of one rank says on all.
+_OF_ERROR: Final = (
+    *("device", "budget_bytes", "peak_bytes", "state_bytes"),
+    *("holders", "changes", "changed_bytes", "tried", "traced"),
+)
 _EXPLAINED_UNUSED_SHARE = 0.05  # of a budget, beside the margin: as much unused is explained
 _SMALL_GAP_SHARE = 0.005  # of the peak: half of what a calibrated prediction leaves free
 
@@ -136,7 +144,16 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
         measured, trials = calibration(work, traced, settings, budget_bytes=max(budgets))
         if trials:  # else what is held beside the workload still counts
             residual, basis = measured, "calibrated"
-    return _answered(traced, settings, residual, budgets, basis, trials, options, begun)
+    why = partial(
+        shortage_of,
+        work,
+        size=1,
+        budget_bytes=budgets[0],
+        settings=settings,
+        rules=rules if not here else None,
+        beside_bytes=round(residual[0]),
+    )
+    return _answered(traced, settings, residual, budgets, basis, trials, options, begun, why)
 
 
 def predict_source(source: TraceSource, options: PredictOptions) -> Prediction:
@@ -150,7 +167,12 @@ def predict_source(source: TraceSource, options: PredictOptions) -> Prediction:
         raise ValueError('budget must be given ("80GiB"), or gpu')
     settings = allocator_rules(options.expandable_segments)
     traced = trace_source(source, budget_bytes=max(budgets), most=options.max_size)
-    return _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun)
+
+    def why(*, margin: float) -> Shortage:
+        whole = source.trace(1, steps=source.steps)
+        return Shortage(1, Peak.of(whole).size, source.rules.gpu.name, holders_of(Peak.of(whole)))
+
+    return _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun, why)
 
 
 def _answered(
@@ -162,12 +184,14 @@ def _answered(
     trials: Sequence[Trial],
     options: PredictOptions,
     begun: float,
+    why: Callable[..., Shortage | None],
 ) -> Prediction:
-    """The prediction for all budgets, from what was traced."""
+    """The prediction for all budgets, from what was traced; `why` is asked where nothing fits."""
     share = margin_of(traced, basis) if options.margin is None else options.margin
     oracles = Oracles([Oracle(traced, settings, residual)])
     found = [oracles.largest(one, share, options.max_size) for one in budgets]
     if found[0] is None and len(budgets) == 1:
+        short = why(margin=share)
         raise NothingFitsError(
             1,
             device=traced.rules.gpu.name if basis != "no GPU" or options.gpu else "a GPU of that memory",
@@ -175,6 +199,7 @@ def _answered(
             peak_bytes=oracles.of(1).peak(1),
             state_bytes=oracles.of(1).traced.at(1).state_bytes,
             detail="predicted",
+            **({} if short is None else short.for_error()),
         )
     return _prediction(oracles, budgets, found, basis, share, trials, options.target, begun, options.max_size)
 
@@ -354,8 +379,7 @@ def _joint(predict: Callable[[], Prediction], ranks: Ranks) -> Prediction:
     try:
         mine: dict[str, Any] = {"answer": predict().to_json()}
     except NothingFitsError as error:
-        names = ("device", "budget_bytes", "peak_bytes", "state_bytes")
-        numbers = {name: getattr(error, name) for name in names}
+        numbers = {name: getattr(error, name) for name in _OF_ERROR}
         mine = {"nothing": [error.size, numbers]}
     except Exception as error:
         try:

@@ -132,6 +132,8 @@ class FitResult(Result):
             dataset.
         made_of: what the batches of the trials were made of, where it is a part of the data: "the longest of
             the first 1,024 samples of Stream"; else empty.
+        unseen: caveats: what the trials did not show of a program that is run by its command, such as its
+            later steps and an evaluation; empty for a workload, and where the program ended by itself.
     """
 
     kind: Literal["fit"] = "fit"
@@ -153,6 +155,7 @@ class FitResult(Result):
     shrunk_from_bytes: int | None = None
     samples: int | None = None
     made_of: str = ""
+    unseen: tuple[str, ...] = ()
 
     @property
     def sustained(self) -> bool:
@@ -182,6 +185,7 @@ class FitResult(Result):
             f"{self.resumed}; "
             f"stopped because {self.reason}{few_samples(self.batch_size, self.samples)}"
             f"{self.made_of and f'; batches of {self.made_of}'}"
+            f"{''.join(f'; {one}' for one in self.unseen)}"
         )
 
     @property

@@ -12,7 +12,6 @@ import pytest
 from check_changes import CHANGES, PROGRAM, ProgramChange, workload_of
 
 import batchfit
-from batchfit._check import declared
 from batchfit.results import MemoryCheck
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -33,9 +32,8 @@ def baselines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def checked(baselines: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Checks a program against the baseline; other tests' modules are no part of it."""
-    monkeypatch.setattr(declared, "_own_files", lambda: {str(baselines.parent / "train.py")})
+def checked(baselines: Path) -> Check:
+    """Checks a program against the baseline."""
 
     def check(text: str, *, size: int = 512, max_increase: str = "1%") -> MemoryCheck:
         workload = workload_of(text, baselines.parent)

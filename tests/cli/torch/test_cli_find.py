@@ -512,23 +512,6 @@ class TestInterrupt:
         assert "Traceback" not in ran.stderr
         assert f"interrupted: {fit.batch_size} is the largest batch size that ran so far" in ran.stderr
 
-    def test_while_torch_is_loaded_it_waits(self) -> None:
-        """Half imported, nothing that needs torch could say what had happened."""
-        from batchfit._cli.exits import interrupts_wait
-
-        done = []
-
-        def load() -> None:
-            with interrupts_wait():
-                os.kill(os.getpid(), signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGINT)
-                done.append(1)
-
-        with pytest.raises(KeyboardInterrupt):
-            load()
-        assert done
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
     def test_before_a_search_that_is_resumed_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

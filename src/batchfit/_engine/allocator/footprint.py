@@ -18,7 +18,10 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, final
 
 # What a block is for, in the order in which people ask.
-KINDS = ("weights", "gradients", "optimizer", "activations", "batch", "workspaces", "temporaries")
+KINDS = (
+    *("weights", "gradients", "optimizer", "activations", "communication", "batch", "workspaces"),
+    "temporaries",
+)
 STATE = ("weights", "gradients", "optimizer")  # no batch makes it smaller
 # How the operation of a block begins that a kernel does without where there is no room for it.
 OPTIONAL = "plan of "
@@ -53,6 +56,7 @@ class Origin:
     operation: str = ""
     lines: tuple[CodeLine, ...] = field(default=(), compare=False)
     tensor: str = field(default="", compare=False)
+    stream: int = 0  # 0 is the one that the program computes on
 
 
 @final

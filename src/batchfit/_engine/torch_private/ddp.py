@@ -52,6 +52,11 @@ def has_hook(model: DistributedDataParallel) -> bool:
     return bool(model._comm_hooks)
 
 
+def sends_buffers(model: DistributedDataParallel) -> bool:
+    """Whether each forward begins with rank 0's buffers for all."""
+    return bool(getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", True)))
+
+
 def is_joining(model: DistributedDataParallel) -> bool:
     """Whether it is inside `join()`."""
     return bool(model._join_config.enable)

@@ -65,6 +65,16 @@ FSDP2_FACTOR: Final = Ground(
     "and losses would be scaled wrongly",
     remedy="Install a newer torch, or leave the factor out",
 )
+FAKE_GROUP: Final = Ground(
+    feature="a prediction for several ranks",
+    lost="there is no process group that only pretends to have other ranks",
+    remedy=_OTHER_TORCH,
+)
+SHARED_STATE: Final = Ground(
+    feature="a prediction with a ZeroRedundancyOptimizer",
+    lost="which rank has which parameters cannot be found out for a trace",
+    remedy=_OTHER_TORCH,
+)
 FSDP2_ON_CPU: Final = Ground(
     feature="FSDP2 on a CPU",
     since="2.8",

@@ -60,6 +60,20 @@ def chooses_foreach(optimizer: Optimizer) -> bool:
     )
 
 
+def shares_state(optimizer: object) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`, which keeps the state of some parameters on each rank."""
+    kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
+def forget_shares(optimizer: Any) -> None:
+    """Have such an optimizer find out again which rank has which parameters."""
+    forget = getattr(optimizer, "_clear_cache", None)
+    if forget is None:
+        raise needs.SHARED_STATE.refusal()
+    forget()
+
+
 # -- the scaler
 
 

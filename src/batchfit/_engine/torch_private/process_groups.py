@@ -1,8 +1,14 @@
-"""Process groups: all that there are, how many collectives each has begun, and the store they share."""
+"""Process groups: all that there are, what each has begun, the store they share; and a fake one.
+
+In a fake group one process pretends to be many: collectives return at once, and send nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -66,3 +72,37 @@ def _count(group: Any) -> int:
     if count is None:
         raise needs.GROUP_COUNTERS.refusal()
     return int(count())
+
+
+# -- a fake one
+
+_BACKEND: Final = "fake"
+_MODULE: Final = "torch.testing._internal.distributed.fake_pg"
+
+
+def is_fake() -> bool:
+    """Whether the default process group only pretends to have other ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() == _BACKEND
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Inside, the default process group has that many ranks, and this process is one of them."""
+    if not can_fake():
+        raise needs.FAKE_GROUP.refusal()
+    store: Any = importlib.import_module(_MODULE).FakeStore()
+    dist.init_process_group(_BACKEND, rank=rank, world_size=ranks, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def can_fake() -> bool:
+    """Whether this torch has such a group."""
+    if not dist.is_available():
+        return False
+    try:
+        return hasattr(importlib.import_module(_MODULE), "FakeStore")
+    except ImportError:
+        return False

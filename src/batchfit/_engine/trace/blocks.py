@@ -42,8 +42,10 @@ from batchfit._engine.torch_private.autograd import (
 )
 from batchfit._engine.torch_private.dispatch import TorchDispatchMode
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode
-from batchfit._engine.torch_private.storage import address_of, use_counts
+from batchfit._engine.torch_private.storage import address_of, storage_address, use_counts
+from batchfit._engine.trace.communication import COMMUNICATION, Communication
 from batchfit._engine.trace.program_lines import HERE, TORCH, calling_line
+from batchfit._engine.trace.quantised import parts_of
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.user_errors import is_users
 from batchfit.errors import UntraceableError
@@ -89,15 +91,23 @@ class Blocks(TraceLog):
         address = address_of(tensor)
 
         def freed(_: Any) -> None:
-            if self._known.pop(address, None) is None:
+            entry = self._known.pop(address, None)
+            if entry is None:
                 return
-            others = self._shared.pop(block, 0)
+            others = self._shared.pop(block := entry[1], 0)  # another one where the storage was resized
             if others:
                 self._shared[block] = others - 1
             else:
                 self._events.append(~block)
 
         self._known[address] = (weakref.ref(tensor.untyped_storage(), freed), block)
+
+    def resized(self, storage: torch.UntypedStorage, origin: Origin) -> None:
+        """A storage has another length now: it is another block, and the one that it was is gone."""
+        entry = self._known.get(storage_address(storage))
+        if entry is not None:
+            self._known[storage_address(storage)] = (entry[0], self.allocate(storage.nbytes(), origin))
+            self._events.append(~entry[1])
 
     def free(self, blocks: list[int]) -> None:
         """Blocks that no tensor held are gone."""
@@ -143,13 +153,18 @@ class Blocks(TraceLog):
 
 @final
 class Whereabouts:
-    """Follows a step. `outside` is the code that calls it: what lies beyond is no part of the step.
+    """Follows a step. `outside` is the code that calls it, and no part of it; `detailed` as in a trace."""
 
-    `detailed`: an origin has all lines of the program that were running, not only the innermost.
-    """
-
-    def __init__(self, module_names: Mapping[int, str], outside: CodeType, *, detailed: bool = False) -> None:
+    def __init__(
+        self,
+        module_names: Mapping[int, str],
+        outside: CodeType,
+        communication: Communication,
+        *,
+        detailed: bool = False,
+    ) -> None:
         self._module_names = module_names
+        self._communication = communication
         self._outside = outside
         self._detailed = detailed
         self._modules: list[str] = []
@@ -181,7 +196,8 @@ class Whereabouts:
         def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self._in_optimizer += 1
             groups = optimizer.param_groups
-            if not all(isinstance(one, FakeTensor) for group in groups for one in group["params"]):
+            held = (part for group in groups for one in group["params"] for part in parts_of(one))
+            if not all(isinstance(part, FakeTensor) for part in held):
                 raise UntraceableError(
                     f"{type(optimizer).__name__}.step",
                     calling_line(),
@@ -221,7 +237,9 @@ class Whereabouts:
         phase = self.phase()
         # A module that runs while gradients are computed: activations that a checkpoint computes again.
         recomputed = phase == "backward" and bool(self._modules)
-        if phase == "batch":
+        if self._communication.is_active and kind != "workspaces":
+            kind = COMMUNICATION
+        elif phase == "batch":
             kind = "batch"
         elif phase != "forward" and kind == "activations" and not recomputed:
             kind = "temporaries"
@@ -229,7 +247,7 @@ class Whereabouts:
             module, source, lines = self._of_node()
         else:
             module, source, lines = self._here()
-        return Origin(kind, phase, module, source, operation, lines)
+        return Origin(kind, phase, module, source, operation, lines, stream=self._communication.stream)
 
     def note_node(self) -> None:
         """Remember where we are for the backward of this operation.

@@ -19,6 +19,7 @@ from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.snapshot.contents import (
@@ -36,9 +37,20 @@ from batchfit._engine.snapshot.iterators import warn_of
 from batchfit._engine.snapshot.rng import UndoStack, undo_generator
 from batchfit._engine.torch_private.autograd import gradient_hooks
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, check, keep_value, mark_parameter
+from batchfit._engine.torch_private.fsdp2 import faked_records, is_sharded, local_part, offloaded, with_part
 from batchfit._engine.torch_private.optimizers import chooses_foreach, forget_steps_of
+from batchfit._engine.torch_private.process_groups import is_fake
 from batchfit._engine.torch_private.storage import address_of
+from batchfit._engine.trace.communication import Communication
 from batchfit._engine.trace.fake_cache import FakeResults
+from batchfit._engine.trace.fake_parts import (
+    HeldTensors,
+    can_fake_ranks,
+    clear_if_filled,
+    dense_bytes,
+    on_host,
+    put_gradient,
+)
 from batchfit._engine.trace.quantised import (
     LEAST_PAGED,
     holds_tensors,
@@ -74,15 +86,15 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self.results = FakeResults(self.mode)
         self.device = device
         self.module_names: dict[int, str] = {}
+        self.communication = Communication()
         self._parts = parts
         self._containers = containers
         self._places = places
         self._fakes: dict[int, Tensor] = {}  # by the id of the real tensor, which `_real` keeps alive
         self._real: list[Tensor] = []
         self._bases: dict[int, Tensor] = {}  # by the address of the real storage
-        self._held: list[tuple[str, Tensor, str]] = []
+        self.holding = HeldTensors(device)
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._parameters: dict[int, Tensor] = {}
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._undo = UndoStack()
         self._kept: dict[int, Any] = {}  # by id, each kept alive
@@ -145,25 +157,18 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def held(self) -> Iterator[tuple[str, Tensor, str]]:
         """What is on the device before the first step: name, tensor, kind."""
-        for name, tensor, kind in self._held:
-            # Asked for here and not kept, so that an old gradient goes when the step lets it go.
-            if tensor.is_leaf and tensor.grad is not None:
-                yield name, tensor.grad, "gradients"
-            yield name, tensor, kind
+        return self.holding.entries()
 
     def let_go(self) -> None:
         """From now on only the program holds the fakes: a weight that it replaces (`p.data = new`) goes."""
         self._bases.clear()
         self._fakes.clear()
-        self._held.clear()
+        self.holding.clear()
 
     def counters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Whole numbers in buffers (up to where a queue is filled), which a program reads: their values."""
         for fake, real in self._counters:
             yield fake, real.detach().cpu().clone()
-
-    def parameters(self) -> list[Tensor]:
-        return list(self._parameters.values())
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:
@@ -178,6 +183,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             return known
         if isinstance(real, FakeTensor):  # in groups that two optimizers have in common
             return real
+        if isinstance(real, DTensor):
+            return self._spread_over_ranks(real, device)
         if is_made_of_tensors(real):
             return self._made_of_fakes(real, device)
         fake = self.shaped_like(real, self.device if device is None else device, sharing=True)
@@ -202,19 +209,26 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         elif real.requires_grad and real.is_leaf:
             fake.requires_grad_(True)
         if real.requires_grad and real.is_leaf:
-            self._undo.push("a gradient", functools.partial(_put_gradient, real, real.grad))
+            self._undo.push("a gradient", functools.partial(put_gradient, real, real.grad))
         self._fakes[id(real)] = fake
         self._real.append(real)
         return fake
+
+    def _spread_over_ranks(self, real: DTensor, device: torch.device | None) -> Tensor:
+        """The same part of a tensor as this rank has of the real one."""
+        return self._standing_for(real, with_part(real, self.fake_of(local_part(real), device)))
 
     def _made_of_fakes(self, real: Tensor, device: torch.device | None) -> Tensor:
         """The fake of a tensor that is made of others."""
         with self.mode:
             made: Tensor = rebuilt_with(real, functools.partial(self.fake_of, device=device))
+        return self._standing_for(real, made)
+
+    def _standing_for(self, real: Tensor, made: Tensor) -> Tensor:
         if isinstance(real, nn.Parameter):
             mark_parameter(made)
         if real.requires_grad and real.is_leaf:
-            self._undo.push("a gradient", functools.partial(_put_gradient, real, real.grad))
+            self._undo.push("a gradient", functools.partial(put_gradient, real, real.grad))
         self._fakes[id(real)] = made
         self._real.append(real)
         return made
@@ -227,7 +241,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         address = address_of(real)
         base = self._bases.get(address)
         if base is None:
-            whole = real.storage_offset() == 0 and storage.nbytes() == _dense_bytes(real)
+            whole = real.storage_offset() == 0 and storage.nbytes() == dense_bytes(real)
             if whole:
                 base = self.results.empty(real.shape, real.stride(), real.dtype, device)
             else:
@@ -242,13 +256,15 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def _fake_module(self, module: nn.Module) -> None:
         for path, one in module.named_modules():
-            if is_parallel(one):
+            if is_parallel(one) and not (is_fake() and can_fake_ranks(one)):
                 what = f"{path or 'the model'} is {type(one).__name__}"
                 raise UntraceableError(
                     "", "", f"{what}, which issues collectives: predict with what it wraps"
                 )
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)
+            if is_sharded(one):
+                self._fake_records(one)
             tables: tuple[dict[str, Any], ...] = (one._parameters, one._buffers)
             for table in tables:
                 for name, tensor in list(table.items()):
@@ -261,18 +277,29 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             for name, value in list(vars(one).items()):
                 if holds_tensors(value) and not isinstance(value, nn.Module):
                     twin = vars(one)[name] = twin_of(value, self.fake_of)
-                    self._held += [(f"{path}.{name}", part, "weights") for part in parts_of(twin)]
+                    for part in parts_of(twin):
+                        self.holding.add(f"{path}.{name}", part, "weights")
+
+    def _fake_records(self, module: nn.Module) -> None:
+        """FSDP2 keeps its parameters a second time; those on the host are no memory of the device."""
+        for parameter in offloaded(module):
+            self.fake_of(parameter, torch.device("cpu"))
+        stack = contextlib.ExitStack()
+        self._undo.push("FSDP2's records", stack.close)
+        stack.enter_context(faked_records(module, self.fake_of, self.device))
 
     def _hold(self, real: Tensor, name: str, *, learns: bool) -> None:
         """It is on the device before the first step, and its gradient if it has one."""
         fake = self.fake_of(real)
         if real.is_leaf and real.grad is not None:
-            fake.grad = self.shaped_like(real.grad, self.device)
+            spread = isinstance(real.grad, DTensor)
+            fake.grad = self.fake_of(real.grad) if spread else self.shaped_like(real.grad, self.device)
         if learns:
-            self._parameters[id(fake)] = fake
+            self.holding.learns(name, fake)
         if real.device.type != "meta" or self._is_meta:
             beside = vars(fake).values() if holds_tensors(real) else ()
-            self._held += [(name, part, "weights") for whole in [fake, *beside] for part in parts_of(whole)]
+            for part in (part for whole in [fake, *beside] for part in parts_of(whole)):
+                self.holding.add(name, part, "weights")
 
     def _fake_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
@@ -286,7 +313,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             group["params"] = [self.fake_of(one) for one in values["params"]]
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    group[name] = self.fake_of(value, torch.device("cpu") if _on_host(value) else None)
+                    group[name] = self.fake_of(value, torch.device("cpu") if on_host(value) else None)
             if chooses and values.get("foreach", False) is None and not values.get("fused"):
                 # On a GPU torch would choose this itself; it does not see that these are parameters.
                 tensor_lr = isinstance(values.get("lr"), Tensor) and not values.get("capturable")
@@ -321,11 +348,11 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         faked = {}
         for name, value in entries.items():
             if isinstance(value, Tensor):
-                on_host = _on_host(value) or getattr(value, "is_paged", False)
-                faked[name] = self.fake_of(value, torch.device("cpu") if on_host else None)
-                if not on_host:
-                    parts = parts_of(faked[name])
-                    self._held += [(f"optimizer.{name}", part, "optimizer") for part in parts]
+                stays = on_host(value) or getattr(value, "is_paged", False)
+                faked[name] = self.fake_of(value, torch.device("cpu") if stays else None)
+                if not stays:
+                    for part in parts_of(faked[name]):
+                        self.holding.add(f"optimizer.{name}", part, "optimizer")
             else:
                 faked[name] = value
         return faked
@@ -376,7 +403,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         Only itself: what is inside was found by itself, or is data.
         """
         if isinstance(value, functools._lru_cache_wrapper):
-            undo = functools.partial(_clear_if_filled, value, value.cache_info().misses)
+            undo = functools.partial(clear_if_filled, value, value.cache_info().misses)
             self._undo.push("a cached function", undo)
         elif id(value) not in self._kept:
             self._note(value)
@@ -415,27 +442,3 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, (*_KNOWN, *_CONTAINERS, *BYTES)) or is_array(value):
         return True
     return undo_generator(value) is not None or is_record(value)
-
-
-def _put_gradient(real: Tensor, before: Tensor | None) -> None:
-    """The gradient as it was, if the step reached the tensor by a way of its own and took it."""
-    if real.grad is not before:
-        real.grad = before
-
-
-def _clear_if_filled(cached: Any, misses: int) -> None:
-    """Forget what a cache was given in a trace: fakes; what it held before is made again when asked for."""
-    if cached.cache_info().misses != misses:
-        cached.cache_clear()
-
-
-def _on_host(tensor: Tensor) -> bool:
-    """Counters and learning rates: torch keeps them on the CPU, beside parameters on a GPU."""
-    return tensor.dim() == 0 and tensor.device.type == "cpu"
-
-
-def _dense_bytes(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()

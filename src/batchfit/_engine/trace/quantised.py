@@ -5,7 +5,9 @@
 - bitsandbytes' weights are parameters with more beside them (`Params4bit.quant_state`, `Int8Params.SCB`, a
   layer's `MatmulLtState`): objects of its own that hold tensors, of which there are twins with fakes.
 
-Rules: a DTensor is left alone, other ranks have the rest of it; the program's objects are not written into.
+A DTensor is this rank's part of a tensor, and the way in which it is spread: its fake is one of a fake part.
+
+Rules: the program's objects are not written into.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from batchfit._engine.torch_private.dispatch import is_wrapper
+from batchfit._engine.torch_private.fsdp2 import local_part
 
 _LIBRARY = "bitsandbytes"
 LEAST_PAGED = 1e5  # elements: bitsandbytes pages no smaller state
@@ -30,13 +33,15 @@ def is_made_of_tensors(value: object) -> bool:
 
 
 def kind_is_made_of_tensors(kind: type) -> bool:
-    """The same of a class of tensors."""
-    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, DTensor)
+    """The same of a class of tensors; a DTensor too."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def parts_of(value: Any) -> Iterator[Tensor]:
     """The tensors with memory of their own that a tensor, or an object of bitsandbytes, is made of."""
-    if is_made_of_tensors(value):
+    if isinstance(value, DTensor):
+        yield from parts_of(local_part(value))
+    elif is_made_of_tensors(value):
         for name in value.__tensor_flatten__()[0]:
             yield from parts_of(getattr(value, name))
     elif isinstance(value, Tensor):

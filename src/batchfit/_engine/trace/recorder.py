@@ -20,7 +20,7 @@ from torch import Tensor
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
 from batchfit._engine.cuda_model import quantised_kernels
-from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
+from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules, replaced
 from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
 from batchfit._engine.cuda_model.sequences import packed
 from batchfit._engine.cuda_model.workspaces import Extra, Rule
@@ -78,7 +78,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self.blocks = Blocks(detailed=detailed)
         self.in_place = InPlace()
         self.generating: Generating | None = None  # set where the step generates
-        self._where = Whereabouts(faked.module_names, outside, detailed=detailed)
+        names, communication = faked.module_names, faked.communication
+        self._where = Whereabouts(names, outside, communication, detailed=detailed)
         self._values = KnownValues()
         self._operations: dict[Any, Operation] = {}
         self.reads = LibraryReads()
@@ -88,6 +89,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         for name, tensor, kind in faked.held():
             self.blocks.see(tensor, Origin(kind, "held", module=name))
             self._names.setdefault(id(tensor), name)
+        self._names |= faked.holding.names_of_spread()
         for counter, value in faked.counters():
             self._values.put(counter, value)
         faked.let_go()
@@ -96,13 +98,24 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Follows the step, to say what a block is for."""
-        learning = [one for one in self.faked.parameters() if one.requires_grad]
+        learning = [one for one in self.faked.holding.parameters() if one.requires_grad]
         with self._where.followed(learning, on_gradient=self._mark_gradient, on_state=self._mark_state):
             yield
 
     def _mark_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.blocks.mark(parameter.grad, "gradients", self._names.get(id(parameter), ""))
+        for part in parts_of(parameter.grad):  # none of None
+            self.blocks.mark(part, "gradients", self._names.get(id(parameter), ""))
+
+    def resizes_seen(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, `storage.resize_()` is recorded, which is no operation: FSDP frees and refills with it."""
+        plain: Any = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            done = plain(storage, size)
+            self.blocks.resized(storage, self._where.origin("activations", "resize_"))
+            return done
+
+        return replaced(torch.UntypedStorage, "resize_", resize)
 
     def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
         """What an optimizer keeps for a parameter carries the parameter's name, as its gradient does."""

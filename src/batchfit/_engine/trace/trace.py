@@ -38,6 +38,7 @@ from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.torch_private.modules import flex_attention_check
 from batchfit._engine.trace.blocks import counts_of_one_holder
+from batchfit._engine.trace.communication import followed
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating, short_generation
 from batchfit._engine.trace.program_lines import HERE, TORCH
@@ -99,6 +100,7 @@ class WorkloadTraces:
 
     reach: StepReach
     rules: CudaRules
+    changes: tuple[Any, ...] = ()  # contexts of each trace, as `trace` takes them
 
     @property
     def steps(self) -> int:
@@ -123,7 +125,8 @@ class WorkloadTraces:
 
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         workload, reach = self.reach.workload, self.reach
-        return trace(workload, size, rules=self.rules, steps=steps, limit_s=limit_s, reach=reach)
+        rules, changes = self.rules, self.changes
+        return trace(workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach)
 
     def unseen(self) -> tuple[str, ...]:
         return tuple(unseen(self.reach.parts))
@@ -274,6 +277,8 @@ def open_trace(
     )
     recorder.recorded = recorded
     stack.enter_context(recorder.in_place.active(rules.autograd_key))
+    stack.enter_context(recorder.resizes_seen())
+    stack.enter_context(followed(faked.communication))
     stack.callback(recorder.host.restore)
     stack.enter_context(not_called_a_trace(recorder.knows))
     stack.enter_context(saved_on_the_host())

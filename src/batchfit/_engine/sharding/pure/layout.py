@@ -1,0 +1,92 @@
+"""How a model is spread over ranks: `fsdp2`, `ddp`, `zero1` to `zero3`, `hsdp:2x4`, and their options.
+
+Rules: ZeRO is said in FSDP2's terms. Stage 3 is FSDP2. Stage 2 keeps the gathered weights from forward to
+backward (`reshard_after_forward=False`). Stage 1 is DDP with a `ZeroRedundancyOptimizer`: weights and
+gradients whole, the optimizer's state spread.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal, final
+
+Kind = Literal["ddp", "fsdp2", "zero1"]
+_NAMES: Final = ("ddp", "fsdp2", "hsdp:RxS", "zero1", "zero2", "zero3")
+_HSDP: Final = re.compile(r"(\d+)x(\d+)")
+_OPTIONS: Final = ("bf16", "fp16", "reshard=N")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One way to spread a model over `ranks`, checked.
+
+    >>> ShardLayout.parse("hsdp:2x4", ranks=8).replicas
+    2
+    """
+
+    kind: Kind
+    ranks: int
+    name: str
+    replicas: int = 1  # groups of ranks that hold the same shards (HSDP)
+    reshard_after_forward: bool | int = True
+    offload: bool = False
+    dtype: str = ""  # of the gathered weights; gradients are reduced in float32
+
+    @classmethod
+    def parse(cls, text: str, *, ranks: int, offload: bool = False) -> ShardLayout:
+        """The layout that a text names, such as "fsdp2", "fsdp2:bf16,reshard=4" or "hsdp:2x4"."""
+        name, _, rest = text.strip().lower().partition(":")
+        options = [one for one in rest.split(",") if one]
+        if name == "hsdp":
+            return cls._hsdp(text, options, ranks=ranks, offload=offload)
+        kinds: dict[str, Kind] = {"ddp": "ddp", "fsdp2": "fsdp2", "zero1": "zero1"}
+        kind = kinds.get({"zero2": "fsdp2", "zero3": "fsdp2"}.get(name, name))
+        if kind is None:
+            raise _wrong(text)
+        if kind != "fsdp2" and options:
+            raise ValueError(f"shard must be {name!r} without options, not {text!r}")
+        if kind != "fsdp2" and offload:
+            raise ValueError(
+                f"offload must be left out with shard={text!r}: only FSDP2 keeps shards on the host"
+            )
+        dtype, reshard = _read(text, options, ranks)
+        if name == "zero2" and reshard is None:
+            reshard = False
+        return cls(kind, ranks, text, 1, True if reshard is None else reshard, offload, dtype)
+
+    @classmethod
+    def _hsdp(cls, text: str, options: list[str], *, ranks: int, offload: bool) -> ShardLayout:
+        shape = _HSDP.fullmatch(options[0]) if options else None
+        if shape is None:
+            raise ValueError(f'shard must name replicas and shards ("hsdp:2x4"), not {text!r}')
+        replicas, shards = int(shape[1]), int(shape[2])
+        if replicas < 2 or shards < 2 or replicas * shards != ranks:
+            raise ValueError(f"shard must be a grid of all {ranks} ranks, each side at least 2, not {text!r}")
+        dtype, reshard = _read(text, options[1:], shards)
+        return cls("fsdp2", ranks, text, replicas, True if reshard is None else reshard, offload, dtype)
+
+
+def _read(text: str, options: list[str], shards: int) -> tuple[str, bool | int | None]:
+    """The dtype of gathered weights, and to how many ranks they go back after forward."""
+    dtype, reshard = "", None
+    for one in options:
+        name, _, value = one.partition("=")
+        if one in ("bf16", "fp16"):
+            dtype = {"bf16": "bfloat16", "fp16": "float16"}[one]
+        elif name == "reshard" and value.isdigit():
+            reshard = int(value)
+            if not 1 < reshard < shards or shards % reshard:
+                raise ValueError(
+                    f"shard must have a reshard that divides {shards}, and is less, not {text!r}"
+                )
+        else:
+            raise ValueError(
+                f"shard must have only options of {', '.join(_OPTIONS)}, not {one!r} in {text!r}"
+            )
+    return dtype, reshard
+
+
+def _wrong(text: str) -> ValueError:
+    return ValueError(f"shard must be one of {', '.join(_NAMES)}, not {text!r}")

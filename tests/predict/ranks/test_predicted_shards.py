@@ -1,0 +1,64 @@
+"""The peak of each rank in real training on gloo processes, against a prediction from one process.
+
+As in `cpu_truth.py`, kernels are this CPU's; gloo's copy of what it reduces is the CPU's too. What CUDA does
+otherwise (streams, NCCL) is not seen here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from launch import run_ranks, values
+from shard_cases import LAYOUTS, MODELS, WAYS, predicted_here, truth
+
+gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
+)
+# What FSDP2 says of a layer that returns a view, in real runs as in traces.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+WITHIN = 0.01
+GRIDS = ("fsdp2-int", "hsdp", "hsdp-bf16")  # for four ranks
+# On a CPU the device is the host, so offloaded shards are counted in truth; BatchNorm refuses bf16 there.
+LEFT_OUT = {("resnet", "fsdp2-bf16"), ("resnet", "hsdp-bf16")}
+
+
+def ways(model: str, ranks: int) -> list[str]:
+    fitting = [way for way in WAYS if way != "fsdp2-offload" and (ranks == 4 or way not in GRIDS)]
+    return [way for way in fitting if (model, way) not in LEFT_OUT]
+
+
+def check(model: str, chosen: list[str], ranks: int) -> None:
+    """One launch for all ways; each is predicted as the program wraps it, and by its name for `shard=`."""
+    measured = values(
+        run_ranks(truth, world_size=ranks, args=([(model, way) for way in chosen],), timeout_s=500)
+    )
+    wrong = []
+    for at, way in enumerate(chosen):
+        peak = max(of_rank[at][0] for of_rank in measured)
+        held = max(of_rank[at][1] for of_rank in measured)
+        for layout in (None, LAYOUTS.get(way)) if way in LAYOUTS else (None,):
+            found = predicted_here(model, way, ranks, layout)
+            if abs(found.peak / peak - 1) > WITHIN or abs(found.held / held - 1) > WITHIN:
+                wrong.append((way, layout, found, (peak, held)))
+    assert not wrong, f"{model} on {ranks} ranks: {wrong}"
+
+
+@gloo
+def test_an_mlp_on_two_ranks() -> None:
+    check("mlp", ["fsdp2", "fsdp2-keep", "fsdp2-bf16", "ddp", "ddp-views", "zero1"], 2)
+
+
+@gloo
+def test_a_gpt2_on_two_ranks() -> None:
+    pytest.importorskip("transformers")
+    check("gpt2", ["fsdp2", "ddp"], 2)
+
+
+@gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_way_of_every_model(model: str, ranks: int) -> None:
+    if model != "mlp":
+        pytest.importorskip("transformers")
+    check(model, ways(model, ranks), ranks)
