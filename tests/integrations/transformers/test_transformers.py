@@ -661,9 +661,7 @@ def test_an_iterable_dataset_is_searched_by_its_first_samples_and_none_is_lost(
     logged = " ".join(record.getMessage() for record in caplog.records)
     if reads_once:
         assert trainer.found is None
-        assert (
-            "no search before training, sizes are learned: make_batch must be a dataset" in logged
-        )
+        assert "no search before training, sizes are learned: make_batch must be a dataset" in logged
     else:
         assert trainer.found.made_of == "the longest of the first 20 samples of Stream"
         assert "with the longest of the first 20 samples of Stream" in logged
@@ -682,9 +680,7 @@ def test_a_stream_that_raises_or_is_empty_ends_before_training(tmp_path: Path) -
     empty = Stream()
     empty.samples = []
     trainer = BatchfitTrainer(gpt2(), arguments(tmp_path, max_steps=3), train_dataset=empty)
-    with pytest.raises(
-        ValueError, match=r"must give at least one sample, and this Stream gave none"
-    ):
+    with pytest.raises(ValueError, match=r"must give at least one sample, and this Stream gave none"):
         trainer.train()
     with pytest.raises(ValueError, match="stream_samples must be a positive integer, not 0"):
         Options(stream_samples=0)
