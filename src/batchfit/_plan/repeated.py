@@ -76,7 +76,7 @@ class RepeatedTraces:
 
     @property
     def made_of(self) -> str:
-        return self.plain.made_of
+        return self._plain.made_of
 
     @property
     def most_size(self) -> None:
