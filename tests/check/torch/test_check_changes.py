@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from check_changes import CHANGES, PROGRAM, ProgramChange, workload_of
+from child_path import CHILD_PATH
 
 import batchfit
 from batchfit.results import MemoryCheck
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 Check = Callable[..., MemoryCheck]
 
 
@@ -150,7 +150,7 @@ def written(folder: Path, **environment: str) -> str:
     subprocess.run(
         [*command, "--batch-size", "32", "--update"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": SOURCE, **environment},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, **environment},
         check=True,
         capture_output=True,
         timeout=240,
