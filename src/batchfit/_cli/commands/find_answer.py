@@ -97,9 +97,13 @@ def dataset_note(batch_size: int, samples: int | None) -> list[tuple[str, str]]:
 
 def _reason(fit: FitResult) -> str:
     """Why the search stopped; what failed just above the answer says more than what memory is left."""
-    above = [trial.size for trial in fit.trials if not trial.fits and trial.size > fit.batch_size]
-    if fit.stopped_because == "within_tolerance" and above and min(above) <= _LITTLE_LARGER * fit.batch_size:
-        return f"{min(above)}, little larger, was tried and does not run"
+    above = [trial for trial in fit.trials if not trial.fits and trial.size > fit.batch_size]
+    if fit.stopped_because == "within_tolerance" and above:
+        least = min(above, key=lambda trial: trial.size)
+        if least.size <= _LITTLE_LARGER * fit.batch_size:
+            return f"{least.size}, little larger, was tried and does not run"
+        if least.outcome in _ENDINGS:  # which says nothing of the memory that is left
+            return f"{least.size} was tried and does not run"
     return fit.reason
 
 
