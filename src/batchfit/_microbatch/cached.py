@@ -1,7 +1,7 @@
 """`Microbatcher.backward_cached`: a loss over the whole batch's representations, the encoder in microbatches.
 
-Rules: as in `backward`. Every microbatch runs forward twice: without a graph for the representations, and with
-one for the gradients, from the same random numbers.
+Rules: as in `backward`. Every microbatch runs forward twice: without a graph for the representations, and
+with one for the gradients, from the same random numbers.
 """
 
 from __future__ import annotations
