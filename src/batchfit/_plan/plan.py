@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 import torch
@@ -25,10 +25,10 @@ from batchfit._plan.cache import CellCache
 from batchfit._plan.cells import ChangedTraces, bucket_bytes, cells_of
 from batchfit._plan.flops import flops_per_sample
 from batchfit._plan.layers import Layers
-from batchfit._plan.models import shape_of
+from batchfit._plan.models import caveats_of, shape_of
+from batchfit._plan.pure.model_shape import ModelShape
 from batchfit._plan.pure.options import PlanGpu, PlanOptions
 from batchfit._plan.pure.settings import Setting, settings_for
-from batchfit._plan.pure.shapes import ModelShape
 from batchfit._plan.pure.speed import Cell
 from batchfit._plan.pure.table import RowCells, table_of
 from batchfit._plan.repeated import DepthReaches, RepeatedTraces
@@ -150,17 +150,17 @@ class _Model:
         self.options = options
         self.name, self.parameters = shape.name, shape.parameters
         self.length = options.seq_len or shape.length
-        self.notes: list[str] = []
+        self.notes = list(caveats_of(shape))
         self.traced = 0
         self._flops: dict[tuple[object, ...], float] = {}
         self._layers = Layers(shape)
-        versions = [batchfit.__version__, torch.__version__, _version("transformers")]
+        versions = [batchfit.__version__, torch.__version__, *map(_version, ("transformers", "diffusers"))]
         self._cache = CellCache([dict(shape.config), self.length, versions], used=options.cache)
 
     def rows(self) -> Iterator[_Row]:
         missing: dict[str, list[str]] = {}
-        kind = str(self.shape.config["model_type"])
-        for one in settings_for(self.shape.task, model_type=kind, methods=self.options.wanted_methods):
+        kind, wanted = self.shape.kind, self.options.wanted_methods
+        for one in settings_for(self.shape.task, model_type=kind, methods=wanted):
             lacking = [name for name in one.needs if importlib.util.find_spec(name) is None]
             if lacking:
                 missing.setdefault(" ".join(lacking), []).append(one.name)
@@ -183,7 +183,7 @@ class _Model:
             lambda rules: RepeatedTraces(reaches, rules),
             [columns[at] for at in left],
             margin=self.options.margin,
-            flops_per_sample=self._flops_of(setting),
+            flops_per_sample=self._flops_of(setting, reaches),
             bucket_bytes=int(reaches.counted(bucket_bytes)),
         )
         for place, cell in made.items():
@@ -197,16 +197,13 @@ class _Model:
         packages = [_version(name) for name in setting.needs]
         return [asdict(setting), kernels, column.count > 1, self.options.margin, packages]
 
-    def _flops_of(self, setting: Setting) -> float:
+    def _flops_of(self, setting: Setting, reaches: DepthReaches) -> float:
         """Counted once for settings that compute the same; 4-bit weights are unpacked, then as in LoRA."""
         if setting.computes_as not in self._flops:
-            plain = Setting(
-                method="full" if setting.method == "full" else "lora",
-                checkpointing=setting.checkpointing,
-                loss=setting.loss,
-                rank=setting.rank,
-            )
-            counted = self._reaches(plain).counted(lambda reach: flops_per_sample(reach.workload))
+            if setting.method == "qlora":
+                setting = replace(setting, method="lora")
+                reaches = self._reaches(setting)
+            counted = reaches.counted(lambda reach: flops_per_sample(reach.workload))
             self._flops[setting.computes_as] = counted
         return self._flops[setting.computes_as]
 
