@@ -13,6 +13,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -110,7 +111,8 @@ def plan_with(
             rows.append(PlanRow(setting=row.name, method=row.method, options=row.options, note=str(error)))
             continue
         notes |= dict.fromkeys(unseen)
-        rows.append(RowCells(row.name, row.method, row.options, tuple(cells[at] for at in sorted(cells))))
+        inside = tuple(cells[at] for at in sorted(cells))
+        rows.append(RowCells(row.name, row.method, row.options, inside, row.is_confirmed))
     columns, done = table_of(rows, options.columns, prices=options.hourly, global_batch=options.global_batch)
     subject.close()
     caveats = (note for column in options.columns for note in column.gpu.caveats)
@@ -139,6 +141,7 @@ class _Row:
     method: str
     options: dict[str, str | int]
     cells: Callable[[], tuple[dict[int, Cell], tuple[str, ...]]]
+    is_confirmed: bool = False
 
 
 @final
@@ -165,7 +168,8 @@ class _Model:
             if lacking:
                 missing.setdefault(" ".join(lacking), []).append(one.name)
                 continue
-            yield _Row(one.name, one.method, _fields(one), lambda one=one: self._cells(one))  # type: ignore[misc]
+            cells = partial(self._cells, one)
+            yield _Row(one.name, one.method, _fields(one), cells, one.is_confirmed)
         for names, rows in missing.items():
             self.notes.append(f"{len(rows)} settings need {names}: pip install {names}")
 

@@ -7,7 +7,7 @@ out, and said.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from batchfit._plan.pure.model_shape import Task
@@ -59,11 +59,18 @@ class Setting:
         return tuple(found)
 
     @property
+    def is_confirmed(self) -> bool:
+        """Whether peaks of such a setting were compared with real training on a GPU that we measured."""
+        return replace(self, rank=16) in _CONFIRMED
+
+    @property
     def computes_as(self) -> tuple[object, ...]:
         """Settings that are equal here do the same floating-point operations."""
         return (self.method != "full", self.checkpointing, self.loss, self.rank)
 
 
+# benchmarks/results: find_h200_202611 and prediction_h200_202611 (autocast), stack_h200_202611 (LoRA).
+_CONFIRMED = frozenset({Setting(weights="fp32"), Setting(method="lora")})
 _CAUSAL = (
     Setting(weights="fp32"),
     Setting(),
@@ -104,8 +111,7 @@ _CONVOLUTIONS = (Setting(weights="fp32"), Setting(weights="fp32", optimizer="sgd
 
 def settings_for(task: Task, *, model_type: str = "", methods: tuple[Method, ...] = METHODS) -> list[Setting]:
     """The rows of a model: every setting of these methods that it can be trained with."""
+    rows: tuple[Setting, ...] = {"causal": _CAUSAL, "diffusion": _DIFFUSION}.get(task, _OTHERS)
     if model_type == "resnet":
         rows = _CONVOLUTIONS
-    else:
-        rows = {"causal": _CAUSAL, "diffusion": _DIFFUSION}.get(task, _OTHERS)
     return [one for one in rows if one.method in methods]
