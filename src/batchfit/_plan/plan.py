@@ -29,9 +29,10 @@ from batchfit._plan.layers import Layers
 from batchfit._plan.models import caveats_of, shape_of
 from batchfit._plan.pure.model_shape import ModelShape
 from batchfit._plan.pure.options import PlanGpu, PlanOptions
-from batchfit._plan.pure.settings import Setting, settings_for
+from batchfit._plan.pure.settings import METHODS, Method, Setting, settings_for
 from batchfit._plan.pure.speed import Cell
 from batchfit._plan.pure.table import RowCells, table_of
+from batchfit._plan.remedy import cheapest_change
 from batchfit._plan.repeated import DepthReaches, RepeatedTraces
 from batchfit._plan.workloads import InapplicableError, own_changes, workload_of
 from batchfit.errors import UntraceableError
@@ -114,6 +115,10 @@ def plan_with(
         inside = tuple(cells[at] for at in sorted(cells))
         rows.append(RowCells(row.name, row.method, row.options, inside, row.is_confirmed))
     columns, done = table_of(rows, options.columns, prices=options.hourly, global_batch=options.global_batch)
+    columns = tuple(
+        one.model_copy(update={"remedy": subject.remedy(at, done) or one.remedy}) if one.remedy else one
+        for at, one in enumerate(columns)
+    )
     subject.close()
     caveats = (note for column in options.columns for note in column.gpu.caveats)
     return Plan(
@@ -164,7 +169,7 @@ class _Model:
         missing: dict[str, list[str]] = {}
         kind, wanted = self.shape.kind, self.options.wanted_methods
         for one in settings_for(self.shape.task, model_type=kind, methods=wanted):
-            lacking = [name for name in one.needs if importlib.util.find_spec(name) is None]
+            lacking = _lacking(one)
             if lacking:
                 missing.setdefault(" ".join(lacking), []).append(one.name)
                 continue
@@ -173,6 +178,44 @@ class _Model:
         for names, rows in missing.items():
             self.notes.append(f"{len(rows)} settings need {names}: pip install {names}")
 
+    def remedy(self, at: int, rows: Sequence[PlanRow]) -> str:
+        """What to change where nothing fits on a GPU."""
+        needed = [(row.cells[at].peak_bytes, row.options) for row in rows if row.cells]
+        peak, fields = min(needed, key=lambda one: one[0])
+        methods = self.options.wanted_methods
+        rest = tuple(one for one in METHODS if one not in methods)
+        column = self.options.columns[at]
+
+        def cell_of(setting: Setting, length: int) -> Cell:
+            key = [self._key(setting, column), length]
+            kept = self._cache.get(key)
+            if kept is None:
+                reaches = self._reaches(setting, length)
+                source = partial(RepeatedTraces, reaches)
+                beside = int(reaches.counted(bucket_bytes))
+                found, _ = cells_of(
+                    source, [column], margin=self.options.margin, flops_per_sample=0.0, bucket_bytes=beside
+                )
+                kept = found[0]
+                self._cache.put(key, kept)
+            return kept
+
+        return cheapest_change(
+            (Setting(**fields), peak),  # type: ignore[arg-type]
+            self._settings(rest),
+            self.length,
+            cell_of,
+            margin=self.options.margin,
+        )
+
+    def _settings(self, methods: tuple[Method, ...]) -> list[Setting]:
+        """The settings of these methods whose packages are installed."""
+        return [
+            one
+            for one in settings_for(self.shape.task, model_type=self.shape.kind, methods=methods)
+            if not _lacking(one)
+        ]
+
     def _cells(self, setting: Setting) -> tuple[dict[int, Cell], tuple[str, ...]]:
         columns = self.options.columns
         keys = [self._key(setting, one) for one in columns]
@@ -180,18 +223,18 @@ class _Model:
         left = [at for at, cell in kept.items() if cell is None]
         found = {at: cell for at, cell in kept.items() if cell is not None}
         if not left:
-            return found, ()
+            return found, self._cache.notes_of(keys[0])
         self.traced += 1
         reaches = self._reaches(setting)
         made, notes = cells_of(
-            lambda rules: RepeatedTraces(reaches, rules),
+            partial(RepeatedTraces, reaches),
             [columns[at] for at in left],
             margin=self.options.margin,
             flops_per_sample=self._flops_of(setting, reaches),
             bucket_bytes=int(reaches.counted(bucket_bytes)),
         )
         for place, cell in made.items():
-            self._cache.put(keys[left[place]], cell)
+            self._cache.put(keys[left[place]], cell, notes)
             found[left[place]] = cell
         return found, notes
 
@@ -211,10 +254,11 @@ class _Model:
             self._flops[setting.computes_as] = counted
         return self._flops[setting.computes_as]
 
-    def _reaches(self, setting: Setting) -> DepthReaches:
+    def _reaches(self, setting: Setting, length: int | None = None) -> DepthReaches:
         """What the steps of that setting reach; every second block is treated otherwise in some."""
         depths = self._layers.depths(2 if setting.checkpointing == "half" else 1)
-        return DepthReaches(self.shape, depths, lambda shape: workload_of(shape, setting, self.length))
+        tokens = length or self.length
+        return DepthReaches(self.shape, depths, lambda shape: workload_of(shape, setting, tokens))
 
     def close(self) -> None:
         self._cache.save()
@@ -254,6 +298,10 @@ class _Given:
             bucket_bytes=bucket_bytes(reach),
         )
 
+    def remedy(self, at: int, rows: Sequence[PlanRow]) -> str:
+        """What the table says: every change that may help is a row already."""
+        return ""
+
     def close(self) -> None:
         """Nothing is kept: a workload's code may change."""
 
@@ -269,6 +317,11 @@ def _of_columns(columns: Sequence[PlanGpu]) -> Iterator[str]:
     if old:
         names = ", ".join(dict.fromkeys(old))
         yield f"{names}: no bf16 kernels before Ampere; train in fp16 with a GradScaler there"
+
+
+def _lacking(setting: Setting) -> list[str]:
+    """The packages of a setting that are not installed."""
+    return [name for name in setting.needs if importlib.util.find_spec(name) is None]
 
 
 def _fields(setting: Setting) -> dict[str, str | int]:

@@ -9,21 +9,18 @@ from collections.abc import Iterator
 
 from batchfit._charts.plan_page import advice, headline, is_doubtful, legend
 from batchfit._charts.svg import escaped
-from batchfit._report.markup import Fact, HtmlTable, card, table_of
+from batchfit._report.markup import Fact, card
 from batchfit._units import format_bytes
-from batchfit.results import Plan, PlanCell
+from batchfit.results import Plan, PlanCell, PlanRow
 
 
 def plan_clause(plan: Plan) -> str:
-    """The recommended row of each GPU, in a sentence."""
-    found = []
-    for at, column in enumerate(plan.columns):
-        if column.recommended is None:
-            found.append(f"{'something' if _fits(plan, at) else 'nothing'} fits on {column.title}")
-        else:
-            row = plan.rows[column.recommended]
-            found.append(f"{row.setting} with {row.cells[at].batch_size:,} per GPU on {column.title}")
-    return f"{headline(plan)}: {'; '.join(found)} (predicted)"
+    """How many of the settings fit, in a sentence: which ones stands below it."""
+    counts = [
+        f"{sum(row.cells[at].batch_size > 0 for row in plan.rows if row.cells)} on {column.title}"
+        for at, column in enumerate(plan.columns)
+    ]
+    return f"of {len(plan.rows)} settings of {plan.target}, predicted to fit: {', '.join(counts)}"
 
 
 def plan_facts(plan: Plan) -> list[Fact]:
@@ -48,32 +45,43 @@ def plan_sections(name: str, plan: Plan, number: int) -> Iterator[str]:
     )
     notes = "".join(f"<li>{escaped(note)}</li>" for note in plan.unseen)
     yield card(f'<p class="dim">{escaped(headline(plan))}</p><ul class="list">{items}</ul>')
-    yield card(table_of(_table(plan)), f'<p class="dim">{escaped(legend(plan))}</p>')
+    yield card(_table(plan), f'<p class="dim">{escaped(legend(plan))}</p>')
     yield card(f'<h3>What is not in it</h3><ul class="list">{notes}</ul>') if notes else ""
 
 
-def _table(plan: Plan) -> HtmlTable:
-    columns = tuple(f"{one.title} ({format_bytes(one.usable_bytes)})" for one in plan.columns)
-    rows = []
-    for number, row in enumerate(plan.rows):
-        cells = [
-            _cell(cell, best=column.recommended == number)
-            for cell, column in zip(row.cells, plan.columns, strict=False)
-        ]
-        rows.append((row.setting, *(cells or [row.note, *[""] * (len(columns) - 1)])))
-    best = {one.recommended for one in plan.columns if one.recommended is not None}
-    return HtmlTable(
-        ("microbatch per GPU", *columns), tuple(rows), words=("microbatch per GPU",), chosen=best
+def _table(plan: Plan) -> str:
+    titles = "".join(
+        f'<th scope="col">{escaped(one.title)}<small>{format_bytes(one.usable_bytes)}</small></th>'
+        for one in plan.columns
+    )
+    body = "".join(
+        f'<tr><td class="words">{escaped(row.setting)}</td>{_cells(plan, row, number)}</tr>'
+        for number, row in enumerate(plan.rows)
+    )
+    return (
+        '<div class="scroll"><table class="plan"><thead><tr><th scope="col" class="words">microbatch per GPU'
+        f"</th>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cells(plan: Plan, row: PlanRow, number: int) -> str:
+    if not row.cells:
+        return f'<td class="note" colspan="{len(plan.columns)}">{escaped(row.note)}</td>'
+    return "".join(
+        _cell(cell, best=column.recommended == number)
+        for cell, column in zip(row.cells, plan.columns, strict=True)
     )
 
 
 def _cell(cell: PlanCell, *, best: bool) -> str:
     if not cell.batch_size:
-        return "-"
-    text = f"{cell.batch_size:,} · {format_bytes(cell.peak_bytes)}{'?' if is_doubtful(cell) else ''}"
-    text += "" if cell.speed is None else f" · {cell.speed:.0%}"
-    text += "" if cell.cost is None else f" · cost x{cell.cost:.2f}"
-    return f"{text} ★" if best else text
+        return "<td>-</td>"
+    more = [f"{format_bytes(cell.peak_bytes)}{'?' if is_doubtful(cell) else ''}"]
+    more += [] if cell.speed is None else [f"speed {cell.speed:.0%}"]
+    more += [] if cell.cost is None else [f"cost x{cell.cost:.2f}"]
+    small = "".join(f"<small>{one}</small>" for one in more)
+    head = f"{cell.batch_size:,}{' ★' if best else ''}{small}"
+    return f'<td class="best">{head}</td>' if best else f"<td>{head}</td>"
 
 
 def _fits(plan: Plan, at: int) -> bool:
