@@ -5,7 +5,7 @@
 `profile_h200_202611.json` has samples per second at each size of three models (bf16 autocast, AdamW). The
 model of `_plan/pure/speed.py` predicts shares only: each size beside the size that was the fastest. Said of
 each model: the rank correlation of sizes, and how far the predicted share is from the measured one, over all
-sizes and over those that a step time of which hangs on the GPU: from a quarter of the best throughput on.
+sizes, and over those of at least a quarter of the best throughput, where the host hardly limits the step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ GPU_BOUND = 0.25
 def predicted(model: str, sizes: list[int]) -> list[float]:
     """Samples per unit of time at each size."""
     import torch
-    import zoo
 
+    import zoo
     from batchfit._engine.allocator.gpus import gpu_named
     from batchfit._engine.cuda_model.dispatch import CudaRules
     from batchfit._engine.trace.workload import trace_workload
