@@ -33,7 +33,7 @@ from batchfit._find.predict_first import with_prediction
 from batchfit._find.pure.options import FindOptions, OnTrial
 from batchfit._find.pure.search import Search
 from batchfit._find.recall import Known, confirm
-from batchfit._find.session import FindSession, FindTarget
+from batchfit._find.session import FindSession, FindTarget, OwnTrials
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload
@@ -126,8 +126,10 @@ def find_batch_size(
 def find_with(workload: FindTarget, make_options: Callable[[], FindOptions]) -> FitResult:
     """Find the largest batch size. An error of `make_options` on one rank ends the search on all ranks."""
     begun_s, ranks = time.perf_counter(), Ranks.current()
+    # A second Ctrl-C waits until the first has been cleaned up after. Trials that are runs of a command have
+    # safe points of their own: then not even the first comes in between.
     with (
-        Interrupts(is_open=True),  # a second Ctrl-C waits until the first has been cleaned up after
+        Interrupts(is_open=not isinstance(workload, OwnTrials)),
         telling_others(ranks) as everyone,
         contextlib.ExitStack() as stack,
     ):
@@ -188,6 +190,7 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         why=partial(why_nothing_fits, runs, budget_bytes=room.budget_bytes),
         samples=samples,
         stored_age_s=None if confirmed is None else confirmed.age_s,
+        unseen=None if driver.session.own is None else driver.session.own.unseen,
     )
 
 
@@ -205,10 +208,11 @@ def fit_result(
     why: Callable[[Trial], Mapping[str, Any]] | None = None,
     samples: int | None = None,
     stored_age_s: float | None = None,
+    unseen: Callable[[int], tuple[str, ...]] | None = None,
 ) -> FitResult:
     """The result of a search that has ended, for whatever reason; raises where no size ran.
 
-    `why` is then asked who held the memory.
+    `why` is then asked who held the memory. `unseen`: what the trials at a size did not show.
     """
     if search.best is None:
         if stopped_because in ("max_trials", "time_limit", "attempts", "interrupted"):
@@ -247,6 +251,7 @@ def fit_result(
         samples=samples,
         from_store=stored_age_s is not None,
         stored_age_s=stored_age_s,
+        unseen=() if unseen is None else unseen(search.best),
     )
 
 

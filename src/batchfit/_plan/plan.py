@@ -29,7 +29,7 @@ from batchfit._plan.layers import Layers
 from batchfit._plan.models import caveats_of, shape_of
 from batchfit._plan.pure.model_shape import ModelShape
 from batchfit._plan.pure.options import PlanGpu, PlanOptions
-from batchfit._plan.pure.settings import METHODS, Method, Setting, settings_for
+from batchfit._plan.pure.settings import METHODS, Method, Setting, is_confirmed, settings_for
 from batchfit._plan.pure.speed import Cell
 from batchfit._plan.pure.table import RowCells, table_of
 from batchfit._plan.remedy import cheapest_change
@@ -168,13 +168,17 @@ class _Model:
     def rows(self) -> Iterator[_Row]:
         missing: dict[str, list[str]] = {}
         kind, wanted = self.shape.kind, self.options.wanted_methods
+
+        def confirms(setting: Setting) -> bool:
+            return is_confirmed(setting, self.shape.task) and not any(caveats_of(self.shape))
+
         for one in settings_for(self.shape.task, model_type=kind, methods=wanted):
             lacking = _lacking(one)
             if lacking:
                 missing.setdefault(" ".join(lacking), []).append(one.name)
                 continue
             cells = partial(self._cells, one)
-            yield _Row(one.name, one.method, _fields(one), cells, one.is_confirmed)
+            yield _Row(one.name, one.method, _fields(one), cells, confirms(one))
         for names, rows in missing.items():
             self.notes.append(f"{len(rows)} settings need {names}: pip install {names}")
 

@@ -39,7 +39,7 @@ def profile_program(
     """Measure the program's throughput by size; `on_size` is called before each run."""
     begun_s = time.perf_counter()
     changed_files(target.template, options.smallest)  # what is wrong with them is said before anything is run
-    with Interrupts(is_open=True):
+    with Interrupts():
         timer = ProgramTimer(target, options, begun_s=begun_s, on_size=on_size)
         measuring = Measuring(timer, options)
         try:

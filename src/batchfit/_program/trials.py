@@ -23,6 +23,7 @@ from batchfit._engine.trial.in_children import ChildDevice
 from batchfit._engine.trial.trial import LargestBatch, RunTrial, TimeIsOver, TrialRequest
 from batchfit._program.followed_run import FollowedRun, RunPace
 from batchfit._program.probe_run import check_seen, ram_bytes, start_run
+from batchfit._program.pure.coverage import unseen_of
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
@@ -52,6 +53,8 @@ class ProgramTarget:
 class _Ran:
     trial: Trial
     whole: bool  # the program ended by itself
+    evaluated: bool
+    only_evaluates: bool
     unseen_s: float = 0.0  # what it took, while the search does not know of it
 
 
@@ -124,6 +127,18 @@ class ProgramTrials:
         """How many samples the program's batches have at most, where that was met."""
         return self._samples
 
+    def unseen(self, size: int) -> tuple[str, ...]:
+        """What the run at this size did not show of the program."""
+        ran = self._ran.get(size)
+        if ran is None:  # in an earlier search, which this one goes on with
+            return ()
+        return unseen_of(
+            ran.trial.steps_run,
+            whole=ran.whole,
+            evaluation=ran.evaluated,
+            only_evaluates=ran.only_evaluates,
+        )
+
     def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Do nothing: a program whose rank failed is ended as a whole."""
 
@@ -166,7 +181,12 @@ class ProgramTrials:
         trial = trial_of(followed, self.target.template, ran=fitted)
         if reports.device:
             self._see(reports.device, reports.budget_bytes or ram_bytes())
-        self._ran[request.size] = _Ran(trial, whole=trial.fits and not followed.reached)
+        self._ran[request.size] = _Ran(
+            trial,
+            whole=trial.fits and not followed.reached,
+            evaluated=reports.evaluated,
+            only_evaluates=reports.is_evaluation,
+        )
         largest = note_use(self._uses, reports.use(request.size)) if trial.fits else None
         if largest is not None:
             self._samples = largest

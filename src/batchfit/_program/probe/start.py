@@ -125,6 +125,8 @@ class Probe:
         number = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         if len(self._counts) > 1 and next(iter(self._counts)) != id(optimizer):
             return
+        if number == 1:
+            self._passes.evaluation.take_step()
         if number <= 2:
             self._passes_in_step = self._passes.count - self._passes_before
             self._passes_before = self._passes.count
@@ -208,6 +210,7 @@ class Probe:
             kind_of_step="step" if self._counts else "pass",
             steps_s=self._clock.seconds(),
             counts_memory=self._memory is not None and self._memory.slows_steps,
+            evaluated=self._passes.evaluation.seen,
             **more,
             **who(),
         )
