@@ -29,6 +29,7 @@ from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.sharding.sharding import Sharding, on_ranks, rules_on_ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trace.oracle import (
     Basis,
@@ -50,7 +51,8 @@ from batchfit._engine.trace.workload import (
     trace_workload,
 )
 from batchfit._engine.trial.trial import run_trial
-from batchfit._engine.workload.reachable import reach_of
+from batchfit._engine.workload.reachable import StepReach, reach_of
+from batchfit._predict.one_rank import peak_of_rank
 from batchfit._predict.pure.options import Budget, PredictOptions
 from batchfit._units import format_bytes
 from batchfit.errors import BatchfitError, NothingFitsError, RankFailedError, RanksDisagreeError
@@ -72,6 +74,9 @@ def predict_batch_size(
     margin: float | None = None,
     calibrate: bool | None = None,
     expandable_segments: bool | None = None,
+    ranks: int | None = None,
+    shard: str | None = None,
+    offload: bool = False,
 ) -> Prediction:
     """Predict the largest batch size that fits, without a GPU and without running a step.
 
@@ -94,6 +99,12 @@ def predict_batch_size(
             declared, so that it can be restored.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
             allocator's source and measured for a few models only: a caveat of the answer says so.
+        ranks: how many processes (GPUs) the program is to run on. One rank of them is traced, in this process
+            and without any GPU. Default: 1, or those of `fake_ranks`.
+        shard: how a model that the program does not wrap itself is spread over them: "fsdp2", "ddp",
+            "hsdp:2x4" (replicas x shards), "zero1", "zero2" or "zero3"; options of FSDP2 follow a colon
+            ("fsdp2:bf16,reshard=4").
+        offload: FSDP2 keeps shards, their gradients and the optimizer's state on the host.
 
     Returns:
         A `Prediction`: `batch_size` is that of one forward/backward in one process (per GPU).
@@ -116,8 +127,15 @@ def predict_with(
 def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
-    target, max_size, calibrate = options.target, options.max_size, options.calibrate
     reach = reach_of(work)
+    with on_ranks(reach, options.ranks, options.layout) as sharding:
+        if sharding.ranks > 1:
+            return _of_one_rank(reach, sharding, options, begun)
+        return _of_one_process(work, reach, options, begun)
+
+
+def _of_one_process(work: Workload, reach: StepReach, options: PredictOptions, begun: float) -> Prediction:
+    target, max_size, calibrate = options.target, options.max_size, options.calibrate
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
     if calibrate and not here:
@@ -139,11 +157,44 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     return _answered(traced, settings, residual, budgets, basis, trials, options, begun)
 
 
+def _of_one_rank(reach: StepReach, sharding: Sharding, options: PredictOptions, begun: float) -> Prediction:
+    """What one of several ranks needs, traced without a GPU."""
+    if options.calibrate:
+        raise ValueError("calibrate must be False or None with ranks: one process cannot run them, not True")
+    budgets = options.budgets_bytes or ([] if options.target is None else [options.target.usable_bytes])
+    if not budgets:
+        raise ValueError('budget must be given ("80GiB"), or gpu, with ranks, not None')
+    traced = trace_workload(
+        reach.workload,
+        rules=rules_on_ranks(reach, options.target),
+        budget_bytes=max(budgets),
+        most=options.max_size,
+        reach=reach,
+        changes=sharding.changes,
+        notes=sharding.notes,
+    )
+    settings = allocator_rules(options.expandable_segments)
+    found = _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun)
+    size = max(found.batch_size, 1)
+    return found.model_copy(
+        update={
+            "ranks": sharding.ranks,
+            "shard": options.shard or "",
+            "offload": options.offload,
+            "per_rank": peak_of_rank(traced.at(size), size),
+        }
+    )
+
+
 def predict_source(source: TraceSource, options: PredictOptions) -> Prediction:
     """What the traces of a source predict, without a GPU; they may be of a program in its own process."""
     begun = time.perf_counter()
     if options.calibrate:
         raise ValueError("calibrate must be left out where nothing can be run here")
+    if options.ranks is not None:
+        raise ValueError(
+            f"ranks must be left out for a program in its own process, not {options.ranks!r}: name a workload"
+        )
     target = options.target
     budgets = options.budgets_bytes or ([] if target is None else [target.usable_bytes])
     if not budgets:
