@@ -180,8 +180,9 @@ class Prediction(Result):
             )
         return (
             f"batch size {self.batch_size}{self._of_ranks} on {self.card}, predicted peak "
-            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} in {self.peak_phase}; {self.based_on}, {share}; "
-            f"{self.elapsed_s:.1f} s{self._reason}{few_samples(self.batch_size, self.samples)}"
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} in {self.peak_phase}; "
+            f"{self.based_on}, {share}; {self.elapsed_s:.1f} s{self._reason}"
+            f"{few_samples(self.batch_size, self.samples)}"
         )
 
     @property
