@@ -51,7 +51,7 @@ from batchfit._engine.allocator.segments import (
     rounded_up,
 )
 
-__all__ = ["DIVISION_STEPS", "GRAIN", "MIB", "AllocatorSettings", "Block", "CachingAllocator"]
+__all__ = ["GRAIN", "MIB", "AllocatorSettings", "Block", "CachingAllocator"]
 
 SMALL_REQUEST = MIB
 SMALL_SEGMENT = 2 * MIB
