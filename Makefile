@@ -15,8 +15,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Files of tests at a time, one more than there are cores (some wait for processes of their own); the tests of
 # a file stay in one process, in order.
 JOBS   ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 1 : 8)))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	--ignore=tests/integrations/torchtune
+ALONE  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore=tests/integrations/torchtune
+PYTEST := $(ALONE) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What no test may be skipped for in .venv; in .venv-torchtune that is torchtune.
 export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,ray,peft,bitsandbytes,torchao,trl,diffusers,sentence_transformers,gloo,matplotlib,hatchling
 TUNED_PYTEST := BATCHFIT_REQUIRE=torchtune OMP_NUM_THREADS=1 $(TUNE)/bin/python -m pytest -q \
@@ -81,7 +81,8 @@ test-integrations: test-torchtune
 
 test-%: $(STAMP)  ## the tests in tests/%, with few Hypothesis examples: make test-find
 	@test -d tests/$* || { echo "there is no folder tests/$*" >&2; exit 2; }
-	@test ! -d tests/$*/pure || BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=quick tests/$*/pure
+	@# seconds in one process: starting several would take longer
+	@test ! -d tests/$*/pure || BATCHFIT_BLOCK_TORCH=1 $(ALONE) --hypothesis-profile=quick tests/$*/pure
 	@test -z "$$(find tests/$* -name 'test_*.py' -not -path '*/pure/*')" || \
 		$(PYTEST) --hypothesis-profile=quick -m 'not slow' --ignore-glob='*/pure' tests/$*
 

@@ -41,6 +41,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "schedules": "schedules_gpu",
     "search_ablation": "search_ablation",
     "search_crowded": "search_crowded",
+    "search_programs": "search_programs",
     "search_replayed": "search_replayed",
     "search_simulated": "search_simulated",
     "snapshot_reading": "snapshot_reading",

@@ -6,9 +6,9 @@
 
 Each row is built for real, as `_plan/workloads.py` builds it without memory (random weights,
 tokens at random, no padding), in a process of its own that has the GPU to itself, under a cap of 24 GiB
-(`set_per_process_memory_fraction`). It trains 12 steps at the predicted size; time is the median of the last
-eight, memory the peak of the last eight. Then larger sizes, by 1 % and at least one sample, train 12 steps
-each until one is out of memory: the one before it is the truth. The margin is 0.
+(`set_per_process_memory_fraction`). It trains ten steps at the predicted size; time is the median of the last
+seven, memory their peak. Then up to three larger sizes, by 2 % and at least one sample, until one is out of
+memory, or smaller ones until one is not. The margin is 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rows import Ahead, keep, my_turn
 CAP_GIB = 24
 LENGTH = 1024
 MODELS = ("Llama-3.2-1B", "gpt2")
-STEPS, WARM = 12, 4
+STEPS, WARM, TRIALS = 10, 3, 4
 DEVICE = "cuda"
 GIB = 2**30
 
@@ -149,9 +149,9 @@ def one(case: str, size: int) -> dict[str, Any]:
         return trained(n)
 
     tried = [trained(size)]
-    stride = max(1, size // 100)
+    stride = max(1, size // 50)
     way = 1 if tried[0]["fits"] else -1
-    while len(tried) < 8 and tried[-1]["fits"] is (way == 1) and tried[-1]["size"] + way * stride > 0:
+    while len(tried) < TRIALS and tried[-1]["fits"] is (way == 1) and tried[-1]["size"] + way * stride > 0:
         tried.append(fresh(tried[-1]["size"] + way * stride))
     return {"trials": tried}
 
@@ -195,7 +195,7 @@ def page(found: dict[str, Any]) -> str:
         "# A plan beside an H200 with 24 GiB",
         "",
         f"{found['about']}. Made by `python benchmarks/plan_gpu.py`: {LENGTH:,} tokens a sample, "
-        "random weights, no margin. The plan was made without a GPU. Each row then trained 12 steps at the "
+        "random weights, no margin. The plan was made without a GPU. Each row then trained ten steps at the "
         "predicted size, "
         "and at larger ones until one was out of memory. Speeds are beside the fastest row.",
     ]
@@ -218,6 +218,7 @@ def page(found: dict[str, Any]) -> str:
         for row, trials in seen:
             cell = row["cells"][0]
             most = max((one["size"] for one in trials if one["fits"]), default=0)
+            most = most if any(not one["fits"] for one in trials) else f"{most} or more"
             first = trials[0]
             if not first["fits"]:
                 lines.append(

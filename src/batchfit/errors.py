@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+_EXPLAIN_FURTHER = "More: batchfit explain (batchfit.explain_memory) at that size."
 _LOOK_FURTHER = 'More: batchfit.record_oom("oom.pickle"), then batchfit why oom.pickle.'
 
 
@@ -41,14 +42,34 @@ _NO_BATCH_HELPS = (
 )
 
 
-def _most_of(holders: Sequence[tuple[str, int]]) -> str:
+_LAST_RESORT = "Shrink the model or the sequence length, shard the weights (FSDP), or take a larger GPU."
+
+
+def _most_of(holders: Sequence[tuple[str, int]], *, traced: bool = False, further: str = "") -> str:
     """Who holds the most, as a sentence of an error, and the command that shows more."""
     from batchfit._units import format_bytes
 
     if not holders:
         return ""
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in holders)
-    return f" Most of what stays: {listed}. {_LOOK_FURTHER}"
+    if traced:
+        return f" Most of its peak, by a trace of the step: {listed}. {_EXPLAIN_FURTHER}"
+    return f" Most of what was held: {listed}. {f'More: {further}.' if further else _LOOK_FURTHER}"
+
+
+def _what_would_fit(
+    changes: Sequence[tuple[str, str]], changed_bytes: int | None, tried: Sequence[str]
+) -> str:
+    """The changes that make a size fit, or that none does."""
+    from batchfit._units import format_bytes
+
+    peak = "" if changed_bytes is None else f" (peak {format_bytes(changed_bytes)})"
+    if changes:
+        names = " and ".join(name for name, _ in changes)
+        return f"By prediction it fits with {names}{peak}: {'; '.join(how for _, how in changes)}."
+    if tried:
+        return f"By prediction it does not fit with {' and '.join(tried)} either{peak}."
+    return ""
 
 
 def _needs(budget_bytes: int, peak_bytes: int | None, detail: str) -> str:
@@ -78,7 +99,11 @@ class NothingFitsError(BatchfitError, RuntimeError):
         state_bytes: bytes of weights, gradients and optimizer state; None where they are not known.
         phase: the phase of the OOM ("optimizer"); None where it is not known.
         detail: the text of the OOM.
-        holders: what holds the most of the memory that stays, with its bytes; empty where it is not known.
+        holders: what holds the most of the memory, with its bytes; empty where it is not known.
+        changes: what would make it fit, by prediction, and how to write each; empty where that is not known.
+        changed_bytes: the predicted peak with them, or with those that were `tried`.
+        tried: changes that do not make it fit together, by prediction, where none do.
+        traced: whether the step was traced to see the holders, after it had failed.
     """
 
     def __init__(
@@ -93,6 +118,11 @@ class NothingFitsError(BatchfitError, RuntimeError):
         detail: str = "",
         advice: str = "",
         holders: Sequence[tuple[str, int]] = (),
+        changes: Sequence[tuple[str, str]] = (),
+        changed_bytes: int | None = None,
+        tried: Sequence[str] = (),
+        traced: bool = False,
+        further: str = "",
     ) -> None:
         from batchfit._units import format_bytes
 
@@ -103,20 +133,30 @@ class NothingFitsError(BatchfitError, RuntimeError):
         self.state_bytes = state_bytes
         self.phase = phase
         self.detail = detail
-        self.holders = tuple(holders)
+        self.holders = tuple((name, size) for name, size in holders)
+        self.changes = tuple((name, how) for name, how in changes)
+        self.changed_bytes = changed_bytes
+        self.tried = tuple(tried)
+        self.traced = traced
+        known = _what_would_fit(self.changes, changed_bytes, self.tried)
         if state_bytes is not None and state_bytes > budget_bytes:
             alone = "Weights alone, in training with gradients and optimizer state, take at least"
-            advice = f"{alone} {format_bytes(state_bytes)}. {_NO_BATCH_HELPS}"
+            advice = f"{alone} {format_bytes(state_bytes)}. {known or _NO_BATCH_HELPS}"
         elif phase == "optimizer":
             gone = "Out of memory in the optimizer's step, when what the samples need was free again."
-            advice = f"{gone} {_NO_BATCH_HELPS}"
+            advice = f"{gone} {known or _NO_BATCH_HELPS}"
+        elif known:
+            advice = f"{advice} {known}".strip()
+        if self.tried and not self.changes:
+            advice = f"{advice} {_LAST_RESORT}"
         if not advice and size == 1:
             advice = "Shrink the model or the sequence length, or turn on activation checkpointing."
         elif not advice:
             advice = f"Allow a smaller size than {size} (min_size, multiple_of), or shrink the model."
         needs = _needs(budget_bytes, peak_bytes, detail)
         text = f"a batch of {size} does not fit on {device} ({needs}). {advice}"
-        super().__init__(f"{text}{_most_of(self.holders)}" + (f" ({detail})" if detail else ""))
+        held = _most_of(self.holders, traced=traced, further=further)
+        super().__init__(f"{text}{held}" + (f" ({detail})" if detail else ""))
 
 
 class SearchStoppedError(BatchfitError):

@@ -19,6 +19,7 @@ from conftest import need
 
 need("mkdocs", present=all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings")))
 
+pytestmark = pytest.mark.slow  # the site takes ten seconds to build, and mkdocs comes with `make docs`
 ROOT = Path(__file__).parent.parent.parent
 LOADED = re.compile(r'<(?:script|img|iframe|source)\b[^>]*?\bsrc="([^"]+)"|<link\b[^>]*?\bhref="([^"]+)"')
 LEADS = re.compile(r'<a\b[^>]*?\bhref="([^"#]+)')

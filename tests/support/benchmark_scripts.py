@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from warm import run_python
 
 from conftest import need
 
@@ -23,7 +22,6 @@ def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def run(name: str, *arguments: str) -> str:
     """What it prints; a script that fails fails the test with what it said."""
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_python(str(FOLDER / f"{name}.py"), *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr
     return done.stdout

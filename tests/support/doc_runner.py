@@ -59,6 +59,7 @@ def _child(order: dict[str, Any]) -> None:
 
 def _serve() -> None:
     import torch
+    import torch._dynamo  # as a first optimizer does
 
     import batchfit
     import batchfit._cli.app

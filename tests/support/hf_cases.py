@@ -51,14 +51,14 @@ def join_ranks(rank: int, world_size: int) -> None:
     )
 
 
-def everything(rank: int, folder: str) -> dict[str, Any]:
-    """All cases in one launch: importing transformers is what takes time."""
+def train_all(rank: int) -> dict[str, Any]:
     join_ranks(rank, 2)
-    return {
-        **{name: train_with_faults(rank, name) for name in MODELS},
-        "find": find_with_less_on_one_rank(rank),
-        "schedule": follow_a_schedule(Path(folder)),
-    }
+    return {name: train_with_faults(rank, name) for name in MODELS}
+
+
+def find_and_follow(rank: int, folder: str) -> dict[str, Any]:
+    join_ranks(rank, 2)
+    return {"find": find_with_less_on_one_rank(rank), "schedule": follow_a_schedule(Path(folder))}
 
 
 def train_with_faults(rank: int, name: str) -> Any:

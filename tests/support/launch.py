@@ -6,12 +6,14 @@
 Rules: the launcher never hangs (what is not back in time is killed, and its outcome says so); a rank's answer
 or error travels through a file, so that a rank which kills itself loses nobody else's. Processes come from a
 fork server that has imported torch once, and the compiler that DDP and FSDP2 import when they are first used:
-a rank starts in a few milliseconds instead of seconds.
+a rank starts in a few milliseconds instead of seconds. A framework that ranks need besides is imported once
+for all of them with `run_ranks(..., preload="module")`.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from os import _exit
 from pathlib import Path
@@ -56,10 +58,43 @@ def run_ranks(
     store: str = "tcp",
     group: bool = True,
     timeout_s: float = 60.0,
+    preload: str = "",
 ) -> list[Outcome]:
     """Run `scenario(rank, *args)` in that many processes and tell how each ended."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    settings = (scenario, world_size, args, store, group, timeout_s)
+    if not preload:
+        return _launch(context, *settings)
+    with tempfile.TemporaryDirectory() as name:
+        answer = Path(name) / "outcomes.json"
+        parent = context.Process(target=_launch_after, args=(preload, str(answer), settings))
+        parent.start()
+        parent.join(timeout_s + 60)
+        if parent.is_alive():
+            parent.kill()
+            parent.join()
+        assert parent.exitcode == 0, f"the parent of the ranks ended with {parent.exitcode}"
+        parent.close()
+        return [Outcome(**one) for one in json.loads(answer.read_text())]
+
+
+def _launch_after(module: str, answer: str, settings: Any) -> None:
+    """Import a module, and launch ranks that are forks of this process."""
+    importlib.import_module(module)
+    outcomes = _launch(multiprocessing.get_context("fork"), *settings)
+    Path(answer).write_text(json.dumps([asdict(one) for one in outcomes]))
+
+
+def _launch(
+    context: Any,
+    scenario: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    store: str,
+    group: bool,
+    timeout_s: float,
+) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         where = f"file://{folder / 'store'}" if store == "file" else f"tcp://127.0.0.1:{_free_port()}"

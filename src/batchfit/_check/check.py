@@ -18,16 +18,18 @@ import torch
 
 import batchfit
 from batchfit._check.file import put_record, records_in
+from batchfit._check.optimizer_lines import OptimizerLines
 from batchfit._check.pure.answer import answered
 from batchfit._check.pure.options import BASELINE, NAME, CheckOptions
 from batchfit._check.pure.record import PeakRecord, TracedRecord, other_versions
 from batchfit._check.record import project_root, record_of
-from batchfit._engine.allocator.gpus import DEFAULT, gpu_named
+from batchfit._engine.allocator.gpus import DEFAULT, Gpu, gpu_named
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.oracle import Oracle, allocator_caveats, allocator_rules, margin_of
 from batchfit._engine.trace.trace import unseen
 from batchfit._engine.trace.workload import rules_for, trace_workload
 from batchfit._engine.workload.reachable import StepReach, reach_of
+from batchfit._explain.shortage import for_error
 from batchfit.errors import NothingFitsError, ResultFileError
 from batchfit.results import MemoryCheck
 from batchfit.workload import Workload, as_workload
@@ -96,24 +98,55 @@ def check_with(
     *,
     name: str,
     retrace: Retrace | None = None,
+    made: OptimizerLines | None = None,
 ) -> MemoryCheck:
-    """Check the memory of a step as the options say; `retrace` traces the baseline's program again."""
+    """Check the memory of a step as the options say; `retrace` traces the baseline's program again.
+
+    `made` has noted the lines that made the optimizers.
+    """
     begun = time.perf_counter()
     work = as_workload(workload)
-    path = None if options.baseline is None else Path(options.baseline)
-    before = None if path is None else _before(path, name, options)
-    card = DEFAULT if before is None else gpu_named(before.card)
+    before = baseline_of(options, name)
     reach = reach_of(work)
-    rules = rules_for(work, options.target or card, reach)
-    root = project_root(Path.cwd() if path is None else path.resolve().parent)
+    rules = rules_for(work, gpu_of(options, before), reach)
     notes = list(unseen(reach.parts))
-    traced = traced_as(reach, rules, options, before, root, notes)
+    traced = traced_as(reach, rules, options, before, root_of(options), notes, made)
+    return compared(name, options, traced, before, notes, begun=begun, retrace=retrace)
+
+
+def baseline_of(options: CheckOptions, name: str) -> PeakRecord | None:
+    """The record to compare with; None where there is none, or none yet."""
+    return None if options.baseline is None else _before(Path(options.baseline), name, options)
+
+
+def gpu_of(options: CheckOptions, before: PeakRecord | None) -> Gpu:
+    """The GPU to trace for."""
+    return options.target or (DEFAULT if before is None else gpu_named(before.card))
+
+
+def root_of(options: CheckOptions) -> Path:
+    """The folder that files are named from."""
+    path = options.baseline
+    return project_root(Path.cwd() if path is None else Path(path).resolve().parent)
+
+
+def compared(
+    name: str,
+    options: CheckOptions,
+    traced: TracedRecord,
+    before: PeakRecord | None,
+    notes: list[str],
+    *,
+    begun: float,
+    retrace: Retrace | None = None,
+) -> MemoryCheck:
+    """What a record says beside its baseline, which is written where that is asked for."""
     again: PeakRecord | str | None = None
     if before is not None and other_versions(before, traced.record):
         again = "the program of the baseline is not known here" if retrace is None else retrace(before)
     found = answered(name, options, traced, before, again, notes)
-    if options.update and path is not None:
-        put_record(path, name, traced.record)
+    if options.update and options.baseline is not None:
+        put_record(Path(options.baseline), name, traced.record)
     return found.model_copy(
         update={
             "elapsed_s": time.perf_counter() - begun,
@@ -130,6 +163,7 @@ def traced_as(
     before: PeakRecord | None,
     root: Path,
     notes: list[str],
+    made: OptimizerLines | None = None,
 ) -> TracedRecord:
     """The record of a step at the size that is asked for; what else is to be said goes to `notes`."""
     budget_bytes = options.budget_bytes
@@ -139,7 +173,7 @@ def traced_as(
     if budget_bytes is None:
         if size is None:
             raise ValueError("batch_size must be given where there is neither a baseline nor a budget")
-        return record_of(reach, rules, size, root)
+        return record_of(reach, rules, size, root, made=made)
     settings = allocator_rules()
     notes += allocator_caveats(settings)
     traced = trace_workload(reach.workload, rules=rules, budget_bytes=budget_bytes, reach=reach)
@@ -147,8 +181,13 @@ def traced_as(
     found = Oracle(traced, settings, (0.0, 0.0)).largest(capacity, None)
     if found is None:
         peak = Oracle(traced, settings, (0.0, 0.0)).peak(1)
-        raise NothingFitsError(1, device=rules.gpu.name, budget_bytes=budget_bytes, peak_bytes=peak)
-    return record_of(reach, rules, size or found.size, root, budget=(budget_bytes, found.size))
+        why = for_error(
+            reach.workload, size=1, budget_bytes=budget_bytes, rules=rules, settings=settings, beside_bytes=0
+        )
+        raise NothingFitsError(
+            1, device=rules.gpu.name, budget_bytes=budget_bytes, peak_bytes=peak, **(why or {})
+        )
+    return record_of(reach, rules, size or found.size, root, budget=(budget_bytes, found.size), made=made)
 
 
 def _before(path: Path, name: str, options: CheckOptions) -> PeakRecord | None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from batchfit._check.optimizer_lines import OptimizerLines
 from batchfit._check.pure.baseline import baseline_text
 from batchfit._check.record import record_of
 from batchfit._engine.allocator.gpus import gpu_named
@@ -22,10 +23,12 @@ from batchfit._engine.workload.user_errors import is_users
 def main(order: dict[str, Any]) -> None:
     """Trace the target of an order, and write its record."""
     target = parse_target(order["target"], order["arguments"])
-    workload = make_workload(target, load_target(target))
+    made = OptimizerLines()
+    with made.noting():
+        workload = make_workload(target, load_target(target))
     reach = reach_of(workload)
     rules = rules_for(workload, gpu_named(order["gpu"]), reach)
-    found = record_of(reach, rules, order["size"], Path(order["root"]))
+    found = record_of(reach, rules, order["size"], Path(order["root"]), made=made)
     newer = Path(order["newer"])
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -1,17 +1,15 @@
-"""Which line of the program declares a parameter, and which one makes the optimizer: read from the source.
+"""Which line of the program declares a parameter: read from the source.
 
-Weights and optimizer state are there before a step begins, so that no line of the step has made them.
+Weights are there before a step begins, so that no line of the step has made them.
 
 Rules: nothing is run and nothing is guessed. A parameter goes by the innermost assignment to `self` that
-leads to it (`self.up = nn.Linear(...)` for "blocks.0.up.weight"), an optimizer by the one call of its class
-in the program's own modules; where there is none, or several, there is no line.
+leads to it (`self.up = nn.Linear(...)` for "blocks.0.up.weight"); where there is none, there is no line.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,10 +19,9 @@ from torch import nn
 
 from batchfit._engine.allocator.footprint import CodeLine
 from batchfit._engine.trace.program_lines import HERE, TORCH
-from batchfit._engine.workload.user_errors import is_users
 
 _REGISTERS = ("register_parameter", "register_buffer", "register_module", "add_module")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @final
@@ -72,7 +69,7 @@ class DeclaredLines:
             if file is None or file.startswith((*TORCH, *HERE)):
                 continue
             if file not in self._files:
-                classes = _defined(_parsed(file))
+                classes = defined(parsed(file))
                 self._files[file] = {path: node for path, node in classes if isinstance(node, ast.ClassDef)}
             node = self._files[file].get(one.__qualname__.rpartition("<locals>.")[2])
             for method in node.body if node is not None else ():
@@ -83,36 +80,7 @@ class DeclaredLines:
         return None
 
 
-def optimizer_line(name: str) -> CodeLine | None:
-    """The one line of the program's own modules that calls a class of this name."""
-    found: list[CodeLine] = []
-    for file in sorted(_own_files()):
-        if f"{name}(" in _text(file):
-            found += _calls(file, name)
-    return found[0] if len(found) == 1 else None
-
-
-def _own_files() -> set[str]:
-    modules = list(sys.modules.values())
-    files = {getattr(one, "__file__", None) for one in modules}
-    return {file for file in files if file and file.endswith(".py") and is_users(file, home=None)}
-
-
-def _calls(file: str, name: str) -> Iterator[CodeLine]:
-    tree = _parsed(file)
-    inside: dict[ast.AST, str] = {}
-    for function, node in _defined(tree):  # the inner ones come later, and are the ones that count
-        if isinstance(node, _FUNCTIONS):
-            inside |= dict.fromkeys(ast.walk(node), function)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            called = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
-            if called == name:
-                function = inside.get(node, "<module>")
-                yield CodeLine(file, node.lineno, function)
-
-
-def _defined(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
+def defined(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
     """Classes and functions by their qualified names, from the outer to the inner; as `CodeLine` has them."""
     for node in ast.iter_child_nodes(tree):
         inner = outer
@@ -120,7 +88,7 @@ def _defined(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
             name = f"{outer}.{node.name}" if outer else node.name
             yield name, node
             inner = name if isinstance(node, ast.ClassDef) else ""
-        yield from _defined(node, inner)
+        yield from defined(node, inner)
 
 
 def _assigned_at(method: ast.AST, name: str) -> int | None:
@@ -148,11 +116,13 @@ def _parsed_text(file: str, text: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def _parsed(file: str) -> ast.Module:
-    return _parsed_text(file, _text(file))
+def parsed(file: str) -> ast.Module:
+    """A file's source, parsed; empty where it cannot be."""
+    return _parsed_text(file, text_of(file))
 
 
-def _text(file: str) -> str:
+def text_of(file: str) -> str:
+    """A file's source; empty where it cannot be read."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -11,16 +11,17 @@ import inspect
 import linecache
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 import batchfit
-from batchfit._check.declared import DeclaredLines, optimizer_line
+from batchfit._check.declared import DeclaredLines
+from batchfit._check.optimizer_lines import OptimizerLines
 from batchfit._check.pure.record import (
     HeldRow,
     OptimizerRecord,
@@ -29,7 +30,7 @@ from batchfit._check.pure.record import (
     SourcePlace,
     TracedRecord,
 )
-from batchfit._engine.allocator.footprint import STATE, CodeLine, Origin
+from batchfit._engine.allocator.footprint import STATE, CodeLine, Origin, Trace
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.trace import module_classes, trace
 from batchfit._engine.workload.reachable import StepReach
@@ -55,13 +56,41 @@ def project_root(folder: Path) -> Path:
 
 
 def record_of(
-    reach: StepReach, rules: CudaRules, size: int, root: Path, *, budget: tuple[int, int] | None = None
+    reach: StepReach,
+    rules: CudaRules,
+    size: int,
+    root: Path,
+    *,
+    budget: tuple[int, int] | None = None,
+    made: OptimizerLines | None = None,
 ) -> TracedRecord:
-    """The record of a step at one size; `budget` is (bytes, largest size within them)."""
+    """The record of a step at one size; `budget` is (bytes, largest size within them).
+
+    `made` has noted which lines made the optimizers, where they were made under our eyes.
+    """
     # The first trace in a process differs by a few operations that are done once.
     trace(reach.workload, size, rules=rules, steps=1, reach=reach)
-    peak = Peak.of(trace(reach.workload, size, rules=rules, reach=reach, detailed=True))
-    return _Reader(reach, rules, root, peak).record(budget)
+    traced = trace(reach.workload, size, rules=rules, reach=reach, detailed=True)
+    known = reach.workload._parts
+    functions = [getattr(known.get("source"), "make", None), known.get("loss_fn"), reach.workload.step]
+    return record_of_trace(
+        traced, reach.parts, rules.gpu.name, root, budget=budget, made=made, functions=functions
+    )
+
+
+def record_of_trace(
+    traced: Trace,
+    parts: Sequence[Any],
+    card: str,
+    root: Path,
+    *,
+    budget: tuple[int, int] | None = None,
+    made: OptimizerLines | None = None,
+    functions: Sequence[Any] = (),
+) -> TracedRecord:
+    """The record of a detailed trace of `parts`; of `functions`, the first one makes the batch."""
+    made = OptimizerLines() if made is None else made
+    return _Reader(parts, card, root, Peak.of(traced), made, functions).record(budget)
 
 
 @final
@@ -69,10 +98,12 @@ def record_of(
 class _Reader:
     """Reads a record from a peak."""
 
-    reach: StepReach
-    rules: CudaRules
+    parts: Sequence[Any]
+    card: str
     root: Path
     peak: Peak
+    made: OptimizerLines
+    functions: Sequence[Any]
     _live: set[int] = field(default_factory=set)
     _chains: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _paths: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -93,7 +124,7 @@ class _Reader:
         budget_bytes, largest = (None, None) if budget is None else budget
         record = PeakRecord(
             batch_size=self.peak.trace.size,
-            card=self.rules.gpu.name,
+            card=self.card,
             versions=_versions(self._packages),
             moments=tuple(self._moment(one) for one in highest),
             batch=self._batch(),
@@ -136,7 +167,7 @@ class _Reader:
         return chains
 
     def _modules_of(self, blocks: Iterable[int]) -> dict[int, tuple[str, ...]]:
-        classes = module_classes(self.reach.parts)
+        classes = module_classes(self.parts)
         chains: dict[int, tuple[str, ...]] = {}
         for block in blocks:
             origin = self.peak.trace.origins[block]
@@ -181,7 +212,7 @@ class _Reader:
 
     def _batch_place(self) -> str:
         """The line that makes the batch, of a function of the user's; it may make it on the host."""
-        make = getattr(self.reach.workload._parts.get("source"), "make", None)
+        make = self.functions[0] if self.functions else None
         code = getattr(inspect.unwrap(make), "__code__", None) if callable(make) else None
         if code is None or not is_users(code.co_filename, home=None):
             return "batch"
@@ -189,14 +220,15 @@ class _Reader:
         return self._text(CodeLine(code.co_filename, code.co_firstlineno, function))
 
     def _models(self) -> list[nn.Module]:
-        return [part for part in self.reach.parts if isinstance(part, nn.Module)]
+        return [part for part in self.parts if isinstance(part, nn.Module)]
 
     def _optimizer(self) -> OptimizerRecord:
-        found = [part for part in self.reach.parts if isinstance(part, torch.optim.Optimizer)]
+        found = [part for part in self.parts if isinstance(part, torch.optim.Optimizer)]
         if not found:
             return OptimizerRecord()
         names = sorted({type(one).__name__ for one in found})
-        lines = [line for line in map(optimizer_line, names) if line is not None]
+        known = (self.made.of(one, self.functions) for one in found)
+        lines = sorted({line for line in known if line is not None})
         groups = [group["params"] for one in found for group in one.param_groups]
         trained = {id(one): one.numel() * one.element_size() for group in groups for one in group}
         sizes, origins = self.peak.trace.sizes, self.peak.trace.origins

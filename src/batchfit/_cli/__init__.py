@@ -14,6 +14,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line of this process and exit with one of `batchfit._cli.exits.Code`."""
+    from batchfit._cli.signals import SIGNALS
+
+    SIGNALS.install_for_process()
     from batchfit._cli.exits import Code, silence_broken_pipes, unbreakable
 
     sys.stderr = unbreakable(sys.stderr)
@@ -21,9 +24,6 @@ def main() -> None:
         from batchfit._cli.app import app
 
         app(prog_name="batchfit")
-    except KeyboardInterrupt:
-        # Commands handle an interrupt where there is something to save; this is one that came earlier.
-        sys.exit(Code.INTERRUPTED)
     except BrokenPipeError:
         silence_broken_pipes()
         sys.exit(Code.BROKEN)

@@ -270,6 +270,8 @@ def check(
     context: typer.Context,
     flags: FlagValues,
     target: ProjectTarget = None,
+    env: ProgramEnv = None,
+    set_: ProgramSet = None,
     json: Annotated[bool, json_flag("The checks as JSON, alone on stdout; several are a list.")] = False,
     output: OutputFile = None,
     markdown: Annotated[
@@ -288,6 +290,12 @@ def check(
     from batchfit._cli.target import TargetCall
 
     delivery = Delivery(as_json=json, output=output, markdown=markdown)
+    if target is None and script_arguments(context):
+        from batchfit._cli.programs.traced import check_program
+
+        program = _program(context, env, set_, flags, delivery)
+        return end(lambda: check_program(program))
+    no_program_flags(env, set_)
     call = TargetCall(target or "", flags, delivery, traceback, script_arguments(context))
     end(lambda: check_targets(call))
 

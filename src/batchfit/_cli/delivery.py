@@ -18,11 +18,11 @@ from batchfit._cli.exits import (
     CommandFailed,
     interrupt_code,
     load_torch,
-    sigterm_interrupts,
     uninterrupted,
 )
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import ProgressDisplay, is_terminal, own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.signals import SIGNALS
 from batchfit._files import write_atomically
 
 # Roles of `batchfit._charts.text` as rich styles; a role that is missing has none.
@@ -78,14 +78,17 @@ class RenderedAnswer:
 
 def run_answer(delivery: Delivery, make: Callable[[ProgressDisplay], RenderedAnswer]) -> Code:
     """Let `make` answer with a progress display, and deliver: how it ended."""
-    with stdout_for_results(alone=delivery.as_json) as stdout:
+    with stdout_for_results(alone=delivery.as_json) as stdout, SIGNALS.closed():
         progress = progress_here()
         try:
-            with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
+            with SIGNALS.opened(), progress, own_warnings_as_notes(progress):
                 progress.doing("loading torch")
                 load_torch()
                 answer = make(progress)
-        except KeyboardInterrupt as stop:
+        except (Exception, KeyboardInterrupt) as error:
+            stop = SIGNALS.came_out(error)
+            if stop is None:
+                raise
             raise CommandFailed(interrupt_code(stop), "interrupted before there was an answer") from None
         if speaks():
             with uninterrupted():

@@ -1,7 +1,8 @@
 """How a command ends: the one list of exit codes, the error that carries one, and the code of each error.
 
 Rules: a script can distinguish the outcomes by the code alone; `--help` prints this list and a test
-compares the two; an interrupt (Ctrl-C) and a SIGTERM take the same way out, so both save what is known.
+compares the two; an interrupt (Ctrl-C) and a SIGTERM take the same way out, so both save what is known (when
+they may come, `_cli/signals.py` says).
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import contextlib
 import importlib
 import io
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from types import FrameType
 from typing import Any, TextIO, TypeVar
 
 from batchfit import errors
+from batchfit._cli.signals import SIGNALS, Terminated
 
 Options = TypeVar("Options")
 
@@ -129,70 +129,26 @@ def failure_of(error: BaseException) -> CommandFailed | None:
     return None
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised in the main thread where Ctrl-C would be."""
-
-
 def interrupt_code(stop: KeyboardInterrupt) -> Code:
     """The code of a command that an interrupt has ended."""
     return Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
 
 
 @contextmanager
-def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Inside, `handler` gets these signals."""
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action if action is not None else signal.SIG_DFL)
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Inside, a SIGTERM raises `Terminated`; in a forked child it kills as it always did."""
-    owner = os.getpid()
-
-    def on_sigterm(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        raise Terminated
-
-    with _handled(on_sigterm, signal.SIGTERM):
-        yield
-
-
-@contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM are ignored: for the moment in which a result is being saved."""
-    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
-        yield
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM wait for the end: for the import of torch, which half done cannot go on."""
-    came: list[tuple[int, FrameType | None]] = []
-    try:
-        with _handled(lambda *one: came.append(one), signal.SIGINT, signal.SIGTERM):
+    """Inside, Ctrl-C and SIGTERM come too late: an answer is being delivered, and it is the whole one."""
+    with SIGNALS.closed():
+        try:
             yield
-    finally:
-        if came:
-            first, frame = came[0]
-            handler = signal.getsignal(first)
-            if callable(handler):
-                handler(first, frame)
-            elif handler != signal.SIG_IGN:
-                os.kill(os.getpid(), first)
+        finally:
+            SIGNALS.forget()
 
 
-def load_torch() -> None:
-    """Import torch, which takes a second or two: a Ctrl-C meanwhile takes effect when it is loaded."""
-    with interrupts_wait():
-        importlib.import_module("torch")
+def load_torch(*modules: str) -> None:
+    """Import torch and what is named besides, before anything else is begun."""
+    with SIGNALS.loading():
+        for name in ("torch", *modules):
+            importlib.import_module(name)
 
 
 class _UnbreakableFile(io.FileIO):

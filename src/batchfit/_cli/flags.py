@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.exits import CommandFailed, interrupt_code
+from batchfit._cli.signals import SIGNALS
 from batchfit._options import Flag, flags_in
 
 OUTPUT = "Output"
@@ -39,7 +40,10 @@ ProjectTarget = Annotated[
     typer.Argument(
         metavar="[TARGET]",
         show_default=False,
-        help=f"{TARGET_HELP} Without TARGET: all targets of [tool.batchfit.check] in pyproject.toml.",
+        help=(
+            f"{TARGET_HELP} Without TARGET: any command after --, or all targets of [tool.batchfit.check] in "
+            "pyproject.toml."
+        ),
     ),
 ]
 PROGRAM = "Commands after --"
@@ -228,12 +232,16 @@ def end(command: Callable[[], int]) -> None:
 
     code: int
     try:
-        code = command()
+        with SIGNALS.opened():
+            code = command()
     except CommandFailed as failed:
         complain(failed)
         code = failed.code
-    except KeyboardInterrupt:
-        code = Code.INTERRUPTED  # where nothing was found yet that could be saved
+    except (Exception, KeyboardInterrupt) as error:
+        stop = SIGNALS.came_out(error)
+        if stop is None:
+            raise
+        code = interrupt_code(stop)  # where nothing was found yet that could be saved
     sys.stdout.flush()
     raise typer.Exit(int(code))
 

@@ -85,6 +85,10 @@ Examples:
   batchfit run --size 48 --restarts 3 -- python train.py --batch-size {{}}
   batchfit run --out runs/7 -- python train.py --batch-size {{}} --output {{out}}
   batchfit run --dry-run -- python train.py --batch-size {{}}
+  batchfit run --budget 2GiB -- python train.py
+
+The last one has no place for a size: it is run as it is, and may use so much
+memory (on a CPU: virtual memory, so that it is out of memory as a GPU is).
 
 After the program has started, the exit code is the program's own, or 128 and
 the number of the signal that ended it. Before:
@@ -149,6 +153,7 @@ Examples:
   batchfit check train.py:make --max-increase 2%
   batchfit check train.py:make --batch-size 8 --max-peak 20GiB
   batchfit check --markdown comment.md
+  batchfit check --update -- python train.py --batch-size 8
 
 {exit_codes("check")}
 """

@@ -29,6 +29,7 @@ class SearchWatch:
         self.budget_bytes = 0
         self.device = ""
         self.started = False  # a step of the user's has begun
+        self.unseen: Callable[[int], tuple[str, ...]] | None = None  # what trials do not show, of a program
         self._progress = progress
         self._begun_s = time.monotonic()
         self._number = 0
@@ -50,12 +51,12 @@ class SearchWatch:
 
         Nor where trials of an earlier run were read, and the device is not known yet: the file has them.
         """
+        if not self.trials or not self.device:
+            return None
         from batchfit._find.driver import observation_of
         from batchfit._find.find import fit_result
         from batchfit.errors import SearchStoppedError
 
-        if not self.trials or not self.device:
-            return None
         search = replace(search, budget_bytes=self.budget_bytes)
         for trial in self.trials:
             search = search.tell(observation_of(trial))
@@ -68,6 +69,7 @@ class SearchWatch:
                 budget_bytes=self.budget_bytes,
                 device=self.device,
                 elapsed_s=time.monotonic() - self._begun_s,
+                unseen=self.unseen,
             )
         except SearchStoppedError:
             return None

@@ -33,9 +33,9 @@ from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.step_variables import changed_variable, mapped, step_variable
 from batchfit.workload import Workload
 
-Group = Literal["checkpointing", "dtype", "loss", "optimizer", "length"]
+Group = Literal["checkpointing", "dtype", "loss", "optimizer", "weights", "length"]
 Context = Callable[[Workload, Any], AbstractContextManager[Any]]
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SHORTEST = 16  # a sequence that is cut has at least this length
 _CHUNKS = 16  # of a loss
 # The switch of models of transformers, by its name since 5.23 and by that before.
@@ -262,7 +262,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def update_changes(reach: StepReach) -> list[Change]:
     """fused=True and foreach=False, for optimizers that know these and do not have them yet."""
-    optimizers = _optimizers(reach)
+    optimizers = optimizers_of(reach)
     groups = [group for one in optimizers for group in one.param_groups]
     if not groups:
         return []
@@ -281,7 +281,7 @@ def update_changes(reach: StepReach) -> list[Change]:
 
 def smaller_optimizer(reach: StepReach) -> list[Change]:
     """One state in place of Adam's two, as advice: it trains otherwise."""
-    adams = [one for one in _optimizers(reach) if isinstance(one, _ADAMS)]
+    adams = [one for one in optimizers_of(reach) if isinstance(one, ADAMS)]
     if not adams:
         return []
     return [
@@ -335,7 +335,8 @@ def _sgd(adams: Sequence[Optimizer], _: Workload, faked: Faked) -> Iterator[None
     yield
 
 
-def _optimizers(reach: StepReach) -> list[Optimizer]:
+def optimizers_of(reach: StepReach) -> list[Optimizer]:
+    """The optimizers that a step can reach."""
     return [part for part in reach.parts if isinstance(part, Optimizer)]
 
 

@@ -15,8 +15,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,11 +28,12 @@ from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import DeviceSpec
 from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._find.driver import SearchDriver
+from batchfit._find.nothing_fits import why_nothing_fits
 from batchfit._find.predict_first import with_prediction
 from batchfit._find.pure.options import FindOptions, OnTrial
 from batchfit._find.pure.search import Search
 from batchfit._find.recall import Known, confirm
-from batchfit._find.session import FindSession, FindTarget
+from batchfit._find.session import FindSession, FindTarget, OwnTrials
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload
@@ -123,8 +126,10 @@ def find_batch_size(
 def find_with(workload: FindTarget, make_options: Callable[[], FindOptions]) -> FitResult:
     """Find the largest batch size. An error of `make_options` on one rank ends the search on all ranks."""
     begun_s, ranks = time.perf_counter(), Ranks.current()
+    # A second Ctrl-C waits until the first has been cleaned up after. Trials that are runs of a command have
+    # safe points of their own: then not even the first comes in between.
     with (
-        Interrupts(is_open=True),  # a second Ctrl-C waits until the first has been cleaned up after
+        Interrupts(is_open=not isinstance(workload, OwnTrials)),
         telling_others(ranks) as everyone,
         contextlib.ExitStack() as stack,
     ):
@@ -182,9 +187,10 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         trials_resumed=driver.resumed,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
         state_bytes=runs.state_bytes if search.best is None else None,
-        holders=runs.holders if search.best is None else [],
+        why=partial(why_nothing_fits, runs, budget_bytes=room.budget_bytes),
         samples=samples,
         stored_age_s=None if confirmed is None else confirmed.age_s,
+        unseen=None if driver.session.own is None else driver.session.own.unseen,
     )
 
 
@@ -199,11 +205,15 @@ def fit_result(
     trials_resumed: int = 0,
     shrunk_from_bytes: int | None = None,
     state_bytes: int | None = None,
-    holders: Sequence[tuple[str, int]] = (),
+    why: Callable[[Trial], Mapping[str, Any]] | None = None,
     samples: int | None = None,
     stored_age_s: float | None = None,
+    unseen: Callable[[int], tuple[str, ...]] | None = None,
 ) -> FitResult:
-    """The result of a search that has ended, for whatever reason; raises where no size ran."""
+    """The result of a search that has ended, for whatever reason; raises where no size ran.
+
+    `why` is then asked who held the memory. `unseen`: what the trials at a size did not show.
+    """
     if search.best is None:
         if stopped_because in ("max_trials", "time_limit", "attempts", "interrupted"):
             tried = ", ".join(str(trial.size) for trial in trials) or "none"
@@ -218,7 +228,7 @@ def fit_result(
             budget_bytes=budget_bytes,
             peak_bytes=last.reserved_bytes if last.reserved_bytes is not None else last.peak_bytes,
             state_bytes=state_bytes,
-            holders=holders,
+            **({} if why is None else why(last)),
             phase=last.phase,
             detail=_why(trials),
         )
@@ -241,6 +251,7 @@ def fit_result(
         samples=samples,
         from_store=stored_age_s is not None,
         stored_age_s=stored_age_s,
+        unseen=() if unseen is None else unseen(search.best),
     )
 
 

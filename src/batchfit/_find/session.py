@@ -45,13 +45,15 @@ class OwnTrials:
     """A target that runs its trials in a way of its own, a program's command for one.
 
     `compared`: what a search that goes on must have in common with it, besides the options. `digest`: its key
-    in the store, where its answers are kept; `fresh`: what is stored is replaced.
+    in the store, where its answers are kept; `fresh`: what is stored is replaced. `unseen` says what the
+    trials at a size did not show.
     """
 
     runner: TrialRunner
     compared: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
     fresh: bool = False
+    unseen: Callable[[int], tuple[str, ...]] = lambda size: ()
 
 
 FindTarget = Workload | Callable[[int], object] | Callable[[], object] | str | OwnTrials
@@ -90,6 +92,7 @@ class FindSession:
         if work is not None:
             options.check_key(has_model=work.model is not None)
         file = None if options.resume is None else ResumeFile(options.resume)
+        search = options.search(costly_trials=own is not None)
         compared = {
             "budget": options.budget_bytes,
             "steps": options.steps,
@@ -101,7 +104,7 @@ class FindSession:
         text = ""
         if file is not None and ranks.is_main:
             stack.enter_context(locked(file.path))
-            text = file.read(options.search(), compared)
+            text = file.read(search, compared)
         everyone.meet()
         runs: TrialRunner
         if own is not None:
@@ -113,7 +116,7 @@ class FindSession:
         else:
             assert work is not None
             runs = InProcess(work, device_to_run(work._held, options.device))
-        session = cls(options, ranks, runs, options.search(), begun_s, file, own=own)
+        session = cls(options, ranks, runs, search, begun_s, file, own=own)
         session._agree()
         session._resume(text, compared)
         session._warn_of_undeclared_state()

@@ -145,7 +145,7 @@ class Microbatcher:
             self._device,
             budget_bytes,
             models_bytes=lambda: owned_bytes(models, kind),
-            holders=lambda: top_holders(models, on=torch.device(kind)),
+            holders=lambda live: top_holders(models, on=torch.device(kind), live_bytes=live),
         )
         events = EventLog(on_event)
         self._uniform = UniformSizer(memory, events, most=microbatch_size)

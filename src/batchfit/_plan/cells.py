@@ -10,9 +10,9 @@ Rules:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Protocol, Self, final
 
 import torch
 from torch import nn
@@ -21,13 +21,20 @@ from batchfit._engine.allocator.footprint import Footprint, Trace
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.oracle import Oracle, Oracles, allocator_rules, margin_of
-from batchfit._engine.trace.trace import STEPS, WorkloadTraces, trace
+from batchfit._engine.trace.trace import STEPS, TraceSource, WorkloadTraces, trace
 from batchfit._engine.trace.workload import TracedWorkload, trace_source
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._plan.pure.options import PlanGpu
 from batchfit._plan.pure.speed import Cell, StepCost
 
 _BLAS = "cuBLAS"
+
+
+class PlanSource(TraceSource, Protocol):
+    """Traces for one GPU, which can go on for another with the same kernels."""
+
+    def for_rules(self, rules: CudaRules) -> PlanSource:
+        """The same for that GPU."""
 
 
 @final
@@ -58,6 +65,9 @@ class ChangedTraces:
     def most_size(self) -> None:
         """As of the plain ones."""
 
+    def for_rules(self, rules: CudaRules) -> Self:
+        return replace(self, plain=replace(self.plain, rules=rules))
+
     def trace(self, size: int, *, steps: int = STEPS, limit_s: float | None = None) -> Trace:
         reach = self.plain.reach
         return trace(
@@ -75,24 +85,23 @@ class ChangedTraces:
 
 
 def cells_of(
-    reach: StepReach,
+    source_for: Callable[[CudaRules], PlanSource],
     columns: Sequence[PlanGpu],
     *,
     margin: float,
     flops_per_sample: float,
-    changes: tuple[Any, ...] = (),
+    bucket_bytes: int,
 ) -> tuple[dict[int, Cell], tuple[str, ...]]:
     """The cell of each column, by its index, and what the traces could not see."""
     found: dict[int, Cell] = {}
     notes: dict[str, None] = {}
     for alike in _alike(columns):
         largest = max((columns[at].gpu for at in alike), key=lambda gpu: gpu.usable_bytes)
-        rules = CudaRules(largest, torch.device("cpu", 1))
-        source = ChangedTraces(WorkloadTraces(reach, rules), changes)
+        source = source_for(CudaRules(largest, torch.device("cpu", 1)))
         traced = trace_source(source, budget_bytes=largest.usable_bytes)
         notes |= dict.fromkeys(traced.unseen)
         for at in alike:
-            beside = _bucket_bytes(reach) if columns[at].count > 1 else 0
+            beside = bucket_bytes if columns[at].count > 1 else 0
             found[at] = _cell(traced, columns[at].gpu, margin, flops_per_sample, beside)
     return found, tuple(notes)
 
@@ -106,7 +115,7 @@ def _alike(columns: Sequence[PlanGpu]) -> Iterator[list[int]]:
     yield from groups.values()
 
 
-def _bucket_bytes(reach: StepReach) -> int:
+def bucket_bytes(reach: StepReach) -> int:
     """What DDP's reducer holds: as much as all gradients."""
     models = [part for part in reach.parts if isinstance(part, nn.Module)]
     parameters = {id(one): one for model in models for one in model.parameters() if one.requires_grad}
@@ -139,10 +148,9 @@ def _for(traced: TracedWorkload, gpu: Gpu) -> TracedWorkload:
         return replace(footprint, fixed=fixed)
 
     source: Any = traced.source
-    plain = replace(source.plain, rules=CudaRules(gpu, traced.rules.device))
     return replace(
         traced,
-        source=replace(source, plain=plain),
+        source=source.for_rules(CudaRules(gpu, traced.rules.device)),
         footprint=None if traced.footprint is None else moved(traced.footprint),
         single={size: moved(one) for size, one in traced.single.items()},
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from batchfit._engine.allocator.gpus import DEFAULT
@@ -42,5 +43,21 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
+            self.total += formula(*_with_all_heads(func, args), **(kwargs or {}), out_val=out)
         return out
+
+
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Where heads share keys and values, these as if each head had its own.
+
+    torch's formulas refuse them before 2.12; the products are done for each head in any case.
+    """
+    if "scaled_dot_product" not in str(func):
+        return args
+    heads = max(one.shape[1] for one in args[:4] if isinstance(one, Tensor))
+    return tuple(
+        torch.Size((one.shape[0], heads, *one.shape[2:]))
+        if isinstance(one, Tensor) and one.dim() == 4
+        else one
+        for one in args
+    )

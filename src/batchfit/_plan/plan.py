@@ -19,16 +19,19 @@ import torch
 from torch import nn
 
 import batchfit
+from batchfit._engine.trace.trace import WorkloadTraces
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._plan.cache import CellCache
-from batchfit._plan.cells import cells_of
+from batchfit._plan.cells import ChangedTraces, bucket_bytes, cells_of
 from batchfit._plan.flops import flops_per_sample
+from batchfit._plan.layers import Layers
 from batchfit._plan.models import shape_of
 from batchfit._plan.pure.options import PlanGpu, PlanOptions
 from batchfit._plan.pure.settings import Setting, settings_for
 from batchfit._plan.pure.shapes import ModelShape
 from batchfit._plan.pure.speed import Cell
 from batchfit._plan.pure.table import RowCells, table_of
+from batchfit._plan.repeated import DepthReaches, RepeatedTraces
 from batchfit._plan.workloads import InapplicableError, own_changes, workload_of
 from batchfit.errors import UntraceableError
 from batchfit.results import Plan, PlanRow
@@ -150,6 +153,7 @@ class _Model:
         self.notes: list[str] = []
         self.traced = 0
         self._flops: dict[tuple[object, ...], float] = {}
+        self._layers = Layers(shape)
         versions = [batchfit.__version__, torch.__version__, _version("transformers")]
         self._cache = CellCache([dict(shape.config), self.length, versions], used=options.cache)
 
@@ -174,12 +178,13 @@ class _Model:
         if not left:
             return found, ()
         self.traced += 1
-        reach = reach_of(workload_of(self.shape, setting, self.length))
+        reaches = self._reaches(setting)
         made, notes = cells_of(
-            reach,
+            lambda rules: RepeatedTraces(reaches, rules),
             [columns[at] for at in left],
             margin=self.options.margin,
             flops_per_sample=self._flops_of(setting),
+            bucket_bytes=int(reaches.counted(bucket_bytes)),
         )
         for place, cell in made.items():
             self._cache.put(keys[left[place]], cell)
@@ -201,9 +206,14 @@ class _Model:
                 loss=setting.loss,
                 rank=setting.rank,
             )
-            work = workload_of(self.shape, plain, self.length)
-            self._flops[setting.computes_as] = flops_per_sample(work)
+            counted = self._reaches(plain).counted(lambda reach: flops_per_sample(reach.workload))
+            self._flops[setting.computes_as] = counted
         return self._flops[setting.computes_as]
+
+    def _reaches(self, setting: Setting) -> DepthReaches:
+        """What the steps of that setting reach; every second block is treated otherwise in some."""
+        depths = self._layers.depths(2 if setting.checkpointing == "half" else 1)
+        return DepthReaches(self.shape, depths, lambda shape: workload_of(shape, setting, self.length))
 
     def close(self) -> None:
         self._cache.save()
@@ -236,7 +246,11 @@ class _Given:
     def _cells(self, reach: Any, contexts: tuple[Any, ...]) -> tuple[dict[int, Cell], tuple[str, ...]]:
         self.traced += 1
         return cells_of(
-            reach, self.options.columns, margin=self.options.margin, flops_per_sample=0.0, changes=contexts
+            lambda rules: ChangedTraces(WorkloadTraces(reach, rules), contexts),
+            self.options.columns,
+            margin=self.options.margin,
+            flops_per_sample=0.0,
+            bucket_bytes=bucket_bytes(reach),
         )
 
     def close(self) -> None:

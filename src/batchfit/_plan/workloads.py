@@ -3,7 +3,8 @@
 Rules: LoRA is PEFT's, on all linear layers but the head; 4-bit weights are bitsandbytes' nf4 with double
 quantisation, as `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)` leaves them; 8-bit
 AdamW is bitsandbytes'. Checkpointing is `torch.utils.checkpoint` of whole blocks. A chunked loss makes the
-logits of a sixteenth of the tokens at a time, and again in backward.
+logits of a sixteenth of the tokens at a time, and again in backward. Outputs die inside the function that
+computes the loss, as in the training loops of transformers, TRL and Lightning.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ def workload_of(shape: ModelShape, setting: Setting, length: int) -> Workload:
     if setting.method != "full":
         model = _with_lora(model, shape, setting.rank)
     _checkpoint(model, setting)
+    # Tokens are numbers; pixels and sound come in fp32, beside weights of any kind.
+    plain = dtype is torch.bfloat16 and shape.task not in ("image", "speech")
     return training(
         model,
         _optimizer(setting, [one for one in model.parameters() if one.requires_grad]),
         _chunked_loss if setting.loss == "chunked" else _own_loss,
         batches(shape, config, length),
-        autocast=None if dtype is torch.bfloat16 and shape.task != "image" else torch.bfloat16,
+        autocast=None if plain else torch.bfloat16,
+        keep_outputs=False,
     )
 
 

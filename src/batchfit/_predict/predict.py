@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from functools import partial
 
 import torch
 
@@ -24,7 +24,6 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
-from batchfit._engine.device import oom
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
@@ -52,15 +51,17 @@ from batchfit._engine.trace.workload import (
 )
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload.reachable import StepReach, reach_of
+from batchfit._explain.pure.holders import Peak
+from batchfit._explain.shortage import Shortage, holders_of, shortage_of
+from batchfit._predict.joint import joint
 from batchfit._predict.one_rank import peak_of_rank
 from batchfit._predict.pure.options import Budget, PredictOptions
 from batchfit._units import format_bytes
-from batchfit.errors import BatchfitError, NothingFitsError, RankFailedError, RanksDisagreeError
+from batchfit.errors import NothingFitsError
 from batchfit.results import Answer, Point, Prediction, Trial
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
-_DOING: Final = "a prediction"
 _EXPLAINED_UNUSED_SHARE = 0.05  # of a budget, beside the margin: as much unused is explained
 _SMALL_GAP_SHARE = 0.005  # of the peak: half of what a calibrated prediction leaves free
 
@@ -121,7 +122,7 @@ def predict_with(
     workload: Workload | Callable[[int], object], make_options: Callable[[], PredictOptions]
 ) -> Prediction:
     """Predict the largest batch size; an error of `make_options` on one rank is an error on all ranks."""
-    return _joint(lambda: _predicted(as_workload(workload), make_options()), Ranks.current())
+    return joint(lambda: _predicted(as_workload(workload), make_options()), Ranks.current())
 
 
 def _predicted(work: Workload, options: PredictOptions) -> Prediction:
@@ -154,7 +155,16 @@ def _of_one_process(work: Workload, reach: StepReach, options: PredictOptions, b
         measured, trials = calibration(work, traced, settings, budget_bytes=max(budgets))
         if trials:  # else what is held beside the workload still counts
             residual, basis = measured, "calibrated"
-    return _answered(traced, settings, residual, budgets, basis, trials, options, begun)
+    why = partial(
+        shortage_of,
+        work,
+        size=1,
+        budget_bytes=budgets[0],
+        settings=settings,
+        rules=rules if not here else None,
+        beside_bytes=round(residual[0]),
+    )
+    return _answered(traced, settings, residual, budgets, basis, trials, options, begun, why)
 
 
 def _of_one_rank(reach: StepReach, sharding: Sharding, options: PredictOptions, begun: float) -> Prediction:
@@ -174,7 +184,8 @@ def _of_one_rank(reach: StepReach, sharding: Sharding, options: PredictOptions, 
         notes=sharding.notes,
     )
     settings = allocator_rules(options.expandable_segments)
-    found = _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun)
+    why = partial(_held_at_one, traced.source)
+    found = _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun, why)
     size = max(found.batch_size, 1)
     return found.model_copy(
         update={
@@ -201,7 +212,15 @@ def predict_source(source: TraceSource, options: PredictOptions) -> Prediction:
         raise ValueError('budget must be given ("80GiB"), or gpu')
     settings = allocator_rules(options.expandable_segments)
     traced = trace_source(source, budget_bytes=max(budgets), most=options.max_size)
-    return _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun)
+
+    why = partial(_held_at_one, source)
+    return _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun, why)
+
+
+def _held_at_one(source: TraceSource, *, margin: float) -> Shortage:
+    """What holds the peak of one sample."""
+    peak = Peak.of(source.trace(1, steps=source.steps))
+    return Shortage(1, peak.size, source.rules.gpu.name, holders_of(peak))
 
 
 def _answered(
@@ -213,12 +232,14 @@ def _answered(
     trials: Sequence[Trial],
     options: PredictOptions,
     begun: float,
+    why: Callable[..., Shortage | None],
 ) -> Prediction:
-    """The prediction for all budgets, from what was traced."""
+    """The prediction for all budgets, from what was traced; `why` is asked where nothing fits."""
     share = margin_of(traced, basis) if options.margin is None else options.margin
     oracles = Oracles([Oracle(traced, settings, residual)])
     found = [oracles.largest(one, share, options.max_size) for one in budgets]
     if found[0] is None and len(budgets) == 1:
+        short = why(margin=share)
         raise NothingFitsError(
             1,
             device=traced.rules.gpu.name if basis != "no GPU" or options.gpu else "a GPU of that memory",
@@ -226,6 +247,7 @@ def _answered(
             peak_bytes=oracles.of(1).peak(1),
             state_bytes=oracles.of(1).traced.at(1).state_bytes,
             detail="predicted",
+            **({} if short is None else short.for_error()),
         )
     return _prediction(oracles, budgets, found, basis, share, trials, options.target, begun, options.max_size)
 
@@ -391,47 +413,3 @@ def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
             "cuDNN's recurrent layers: their workspaces are known to a tenth only, so 5 % is left free"
         )
     return (*notes, *traced.rules.gpu.caveats)
-
-
-# -- one prediction of all ranks
-
-
-def _joint(predict: Callable[[], Prediction], ranks: Ranks) -> Prediction:
-    """What `predict` answers, the same on all ranks; they call this together. In one process: its answer."""
-    if ranks.world_size == 1:
-        return predict()
-    try:
-        mine: dict[str, Any] = {"answer": predict().to_json()}
-    except NothingFitsError as error:
-        names = ("device", "budget_bytes", "peak_bytes", "state_bytes")
-        numbers = {name: getattr(error, name) for name in names}
-        mine = {"nothing": [error.size, numbers]}
-    except Exception as error:
-        try:
-            ranks.gather({"error": oom.describe(error)}, doing=_DOING)
-        except BatchfitError as other:
-            error.add_note(f"batchfit: the other ranks could not be notified: {other}")
-        raise
-    except BaseException as error:
-        ranks.leave(type(error).__name__)
-        raise
-    everyone = ranks.gather(mine, doing=_DOING)
-    failed = [(rank, one["error"]) for rank, one in enumerate(everyone) if "error" in one]
-    if failed:
-        raise RankFailedError(failed, doing=_DOING)
-    for rank, one in enumerate(everyone):
-        if "nothing" in one:
-            size, numbers = one["nothing"]
-            raise NothingFitsError(size, **numbers, detail=f"predicted on rank {rank}")
-    return _least([Prediction.from_json(one["answer"]) for one in everyone])
-
-
-def _least(predictions: list[Prediction]) -> Prediction:
-    budgets = [len(one.answers) for one in predictions]
-    if len(set(budgets)) > 1:
-        raise RanksDisagreeError(f"all ranks must predict for as many budgets, not {budgets}")
-    chosen = min(predictions, key=lambda one: one.batch_size)
-    beside = zip(*(one.answers for one in predictions), strict=True)
-    answers = tuple(min(alike, key=lambda one: one.batch_size) for alike in beside)
-    samples = min((one.samples for one in predictions if one.samples is not None), default=None)
-    return chosen.model_copy(update={"answers": answers, "samples": samples})

@@ -27,7 +27,7 @@ from torch import nn
 from batchfit._engine.device import oom
 from batchfit._engine.device.device import CpuDevice, Device, Peaks, counts_memory
 from batchfit._engine.device.gpu import CudaDevice
-from batchfit._engine.device.tensors import trained_in
+from batchfit._engine.device.tensors import top_holders, trained_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.torch_private.dynamo import (
@@ -40,6 +40,7 @@ from batchfit._engine.trial.guarded_steps import Step, guarded_steps
 from batchfit._engine.trial.in_process import FrozenGarbage, collect_garbage
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.virtual_memory.memory import eagerly
+from batchfit._explain.shortage import for_error
 from batchfit._profile.measuring import Rates
 from batchfit._profile.memory_outlook import MemoryOutlook
 from batchfit._profile.model_inputs import InputsSeen, watched_inputs
@@ -47,6 +48,7 @@ from batchfit._profile.pure.peak_flops import peak_flops
 from batchfit._profile.pure.steady import Timing
 from batchfit._profile.readings import flops_of, refuses_to_count
 from batchfit._profile.timing import TimedRun, run_timed
+from batchfit._units import in_use_bytes
 from batchfit.workload import Workload
 
 T = TypeVar("T")
@@ -181,6 +183,17 @@ class Bench:
         else:
             tokens_per_s = None if tokens_per_sample is None else tokens_per_sample * per_s
         return Rates(per_s, tokens_per_s, flops, flops / peak if flops is not None and peak else None)
+
+    def why_out_of_memory(self, run: TimedRun) -> dict[str, Any]:
+        """What the error says of the smallest size: keywords of `NothingFitsError`."""
+        kind = self.device.name.partition(":")[0]
+        if kind not in ("cpu", "cuda"):
+            return {}
+        on_cpu, budget_bytes = kind == "cpu", self.budget_bytes
+        found = for_error(self.work, size=run.size, budget_bytes=budget_bytes, on_cpu=on_cpu)
+        live_bytes = in_use_bytes(run.message)
+        held = top_holders(self.work.state, on=torch.device(kind), live_bytes=live_bytes)
+        return found or {"holders": held}
 
     def notes(self, runs: Mapping[int, TimedRun]) -> Iterator[str]:
         """What is to be known of the times beside what the points say."""

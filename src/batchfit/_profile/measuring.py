@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
@@ -67,6 +67,9 @@ class SizeTimer(Protocol):
 
     def rates(self, run: TimedRun, *, tokens_per_sample: int | None) -> Rates:
         """What a step of this run gets done."""
+
+    def why_out_of_memory(self, run: TimedRun) -> dict[str, Any]:
+        """What the error says of the smallest size, if that did not fit: keywords of `NothingFitsError`."""
 
     def notes(self, runs: Mapping[int, TimedRun]) -> Iterator[str]:
         """What is to be known of the times beside what the points say."""
@@ -167,6 +170,7 @@ class Measuring:
             budget_bytes=self.timer.budget_bytes,
             detail=last.message,
             advice="" if last.size == 1 else "Name smaller sizes, or shrink the model.",
+            **self.timer.why_out_of_memory(last),
         )
 
     def hand_over(self, stop: KeyboardInterrupt, *, elapsed_s: float) -> None:

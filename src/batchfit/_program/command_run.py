@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from batchfit._engine.device.interrupts import Interrupts
+from batchfit._engine.device.interrupts import Interrupts, safe_point
 from batchfit._program.disk_room import room_for
 from batchfit._program.pure.tail import Tail
 from batchfit._program.pure.variables import INJECT
@@ -141,8 +141,12 @@ class CommandRun:
                 whole = whole[os.write(self._orders, whole) :]
 
     def events(self) -> Iterator[Event]:
-        """What the program's processes report, and `ended`; `tick` where nothing has come for a moment."""
+        """What the program's processes report, and `ended`; `tick` where nothing has come for a moment.
+
+        A signal that was noted meanwhile is handed over here.
+        """
         while True:
+            safe_point()
             yield from list(self._read()) or [{"kind": "tick"}]
 
     def drain(self, pause_s: float = 0.3) -> Iterator[Event]:

@@ -27,7 +27,7 @@ def program_trials(
     target: ProgramTarget, options: FindOptions, stored: StoredName | None = None
 ) -> OwnTrials:
     """The trials of a program, for `find_with`; nothing is run yet. `stored`: how it is remembered."""
-    search = options.search()
+    search = options.search(costly_trials=True)
     known: ChildDevice | None = None
     kept = None if options.resume is None else ResumeFile(options.resume).kept()
     if kept is not None:
@@ -61,6 +61,5 @@ def program_trials(
     template = target.template
     command = [*template.words, *template.env, *(one.text for one in template.sets)]
     fresh = stored is not None and stored.fresh
-    return OwnTrials(
-        ProgramTrials(target, first, known=known), {"command": command}, digest=digest, fresh=fresh
-    )
+    trials = ProgramTrials(target, first, known=known)
+    return OwnTrials(trials, {"command": command}, digest=digest, fresh=fresh, unseen=trials.unseen)

@@ -39,7 +39,7 @@ def profile_program(
     """Measure the program's throughput by size; `on_size` is called before each run."""
     begun_s = time.perf_counter()
     changed_files(target.template, options.smallest)  # what is wrong with them is said before anything is run
-    with Interrupts(is_open=True):
+    with Interrupts():
         timer = ProgramTimer(target, options, begun_s=begun_s, on_size=on_size)
         measuring = Measuring(timer, options)
         try:
@@ -168,6 +168,10 @@ class ProgramTimer:
         passes = self._passes[run.size] if self._accumulates else 1
         per_s = run.size * passes * self.world_size / run.interval.median
         return Rates(per_s, None if tokens_per_sample is None else tokens_per_sample * per_s)
+
+    def why_out_of_memory(self, run: TimedRun) -> dict[str, Any]:
+        """What the program's probe saw of the smallest size: keywords of `NothingFitsError`."""
+        return {"holders": self._trials.holders(None), "further": self._trials.further}
 
     def notes(self, runs: Mapping[int, TimedRun]) -> Iterator[str]:
         """What is to be known of the times beside what the points say."""

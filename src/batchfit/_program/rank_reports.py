@@ -83,6 +83,8 @@ class Reports:
         self.heard = False  # a process with torch was there
         self.died = False  # one that had taken a step or a pass left without a word
         self.is_evaluation = False
+        self.evaluated = False  # a program that trains, within its steps
+        self.holders: list[tuple[str, int]] = []  # what held the most at the first OOM
         self._passed: set[int] = set()
 
     def take(self, event: Event, now_s: float) -> None:
@@ -113,7 +115,9 @@ class Reports:
             rank.counts_memory = event["counts_memory"]
             rank.largest_bytes = event.get("largest_bytes")
             self.is_evaluation = event["kind_of_step"] == "pass"
+            self.evaluated |= event.get("evaluated", False)
         elif kind == "oom":
+            self.holders = self.holders or [(name, size) for name, size in event.get("holders", ())]
             self._fail(ProgramFailure("oom", _on(rank, event["text"]), event["phase"]))
         elif kind == "raised":
             failure = _raised(rank, event)

@@ -23,6 +23,7 @@ from batchfit._engine.trial.in_children import ChildDevice
 from batchfit._engine.trial.trial import LargestBatch, RunTrial, TimeIsOver, TrialRequest
 from batchfit._program.followed_run import FollowedRun, RunPace
 from batchfit._program.probe_run import check_seen, ram_bytes, start_run
+from batchfit._program.pure.coverage import unseen_of
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
@@ -52,6 +53,8 @@ class ProgramTarget:
 class _Ran:
     trial: Trial
     whole: bool  # the program ended by itself
+    evaluated: bool
+    only_evaluates: bool
     unseen_s: float = 0.0  # what it took, while the search does not know of it
 
 
@@ -69,6 +72,7 @@ class ProgramTrials:
         self._ran: dict[int, _Ran] = {}
         self._uses: list[SizeUse] = []
         self._samples: int | None = None
+        self._holders: list[tuple[str, int]] = []
         self._available = 0 if known is None else known.available_bytes
         self.world_size = 1
 
@@ -109,15 +113,31 @@ class ProgramTrials:
         """Not known: the state is in the program."""
         return None
 
+    def holders(self, live_bytes: int | None) -> list[tuple[str, int]]:
+        """What the program's probe saw at its last OOM."""
+        return self._holders
+
     @property
-    def holders(self) -> list[tuple[str, int]]:
-        """Not known: the state is in the program."""
-        return []
+    def further(self) -> str:
+        """The command that traces the program."""
+        return f"batchfit explain --batch-size {self._first.size} -- {self.target.template.shown_template()}"
 
     @property
     def samples(self) -> int | None:
         """How many samples the program's batches have at most, where that was met."""
         return self._samples
+
+    def unseen(self, size: int) -> tuple[str, ...]:
+        """What the run at this size did not show of the program."""
+        ran = self._ran.get(size)
+        if ran is None:  # in an earlier search, which this one goes on with
+            return ()
+        return unseen_of(
+            ran.trial.steps_run,
+            whole=ran.whole,
+            evaluation=ran.evaluated,
+            only_evaluates=ran.only_evaluates,
+        )
 
     def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Do nothing: a program whose rank failed is ended as a whole."""
@@ -156,11 +176,17 @@ class ProgramTrials:
             raise TimeIsOver
         reports = followed.reports
         self.world_size = max(self.world_size, reports.world_size)
+        self._holders = reports.holders or self._holders
         fitted = [size for size, known in self._ran.items() if known.trial.fits]
         trial = trial_of(followed, self.target.template, ran=fitted)
         if reports.device:
             self._see(reports.device, reports.budget_bytes or ram_bytes())
-        self._ran[request.size] = _Ran(trial, whole=trial.fits and not followed.reached)
+        self._ran[request.size] = _Ran(
+            trial,
+            whole=trial.fits and not followed.reached,
+            evaluated=reports.evaluated,
+            only_evaluates=reports.is_evaluation,
+        )
         largest = note_use(self._uses, reports.use(request.size)) if trial.fits else None
         if largest is not None:
             self._samples = largest

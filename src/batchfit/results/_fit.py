@@ -130,6 +130,8 @@ class FitResult(Result):
             None.
         samples: samples in the workload's dataset, of several ranks in the smallest one; None without a
             dataset.
+        unseen: caveats: what the trials did not show of a program that is run by its command, such as its
+            later steps and an evaluation; empty for a workload, and where the program ended by itself.
     """
 
     kind: Literal["fit"] = "fit"
@@ -150,6 +152,7 @@ class FitResult(Result):
     stored_age_s: float | None = None
     shrunk_from_bytes: int | None = None
     samples: int | None = None
+    unseen: tuple[str, ...] = ()
 
     @property
     def sustained(self) -> bool:
@@ -178,6 +181,7 @@ class FitResult(Result):
             f"{self.lasted}; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
             f"{self.resumed}; "
             f"stopped because {self.reason}{few_samples(self.batch_size, self.samples)}"
+            f"{''.join(f'; {one}' for one in self.unseen)}"
         )
 
     @property

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from check_changes import CHANGES, PROGRAM, ProgramChange, workload_of
+from child_path import CHILD_PATH
 
 import batchfit
-from batchfit._check import declared
 from batchfit.results import MemoryCheck
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 Check = Callable[..., MemoryCheck]
 
 
@@ -33,9 +32,8 @@ def baselines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def checked(baselines: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """Checks a program against the baseline; other tests' modules are no part of it."""
-    monkeypatch.setattr(declared, "_own_files", lambda: {str(baselines.parent / "train.py")})
+def checked(baselines: Path) -> Check:
+    """Checks a program against the baseline."""
 
     def check(text: str, *, size: int = 512, max_increase: str = "1%") -> MemoryCheck:
         workload = workload_of(text, baselines.parent)
@@ -152,7 +150,7 @@ def written(folder: Path, **environment: str) -> str:
     subprocess.run(
         [*command, "--batch-size", "32", "--update"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": SOURCE, **environment},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, **environment},
         check=True,
         capture_output=True,
         timeout=240,

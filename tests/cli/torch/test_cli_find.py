@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from child_path import CHILD_PATH
 from cli_runner import runner
 from typer.testing import Result
+from warm import run_python
 
 import batchfit
 from batchfit._cli.commands.find import find_target, options_of
@@ -32,7 +34,6 @@ from batchfit._options import flags_in
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]")
 
 # A sample is 256 KiB and a step holds two such tensors: 16 fit into 8 MiB, less the little that is held.
@@ -125,7 +126,7 @@ def environment(**more: str) -> dict[str, str]:
     known = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "NO_COLOR", "FORCE_COLOR")
     }
-    return {**known, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", **more}
+    return {**known, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1", **more}
 
 
 def command(*arguments: str) -> list[str]:
@@ -133,19 +134,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(project: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return start(project, *command(*arguments), **variables)
-
-
-def start(project: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words,
-        cwd=project,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        stdin=subprocess.DEVNULL,
-    )
+    return run_python("-m", "batchfit", *arguments, folder=project, environment=environment(**variables))
 
 
 def run_here(*arguments: str) -> Result:
@@ -511,23 +500,6 @@ class TestInterrupt:
         assert FitResult.from_json(ran.stdout) == fit
         assert "Traceback" not in ran.stderr
         assert f"interrupted: {fit.batch_size} is the largest batch size that ran so far" in ran.stderr
-
-    def test_while_torch_is_loaded_it_waits(self) -> None:
-        """Half imported, nothing that needs torch could say what had happened."""
-        from batchfit._cli.exits import interrupts_wait
-
-        done = []
-
-        def load() -> None:
-            with interrupts_wait():
-                os.kill(os.getpid(), signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGINT)
-                done.append(1)
-
-        with pytest.raises(KeyboardInterrupt):
-            load()
-        assert done
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def test_before_a_search_that_is_resumed_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -926,9 +898,13 @@ main()
 """
 
 
+def small_demo(project: Path) -> subprocess.CompletedProcess[str]:
+    return run_python("-c", SMALL_DEMO, folder=project, environment=environment())
+
+
 @pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_demo_ends_with_size_table_and_file(is_small: bool, project: Path) -> None:
-    ran = run(project, "demo") if not is_small else start(project, sys.executable, "-c", SMALL_DEMO)
+    ran = run(project, "demo") if not is_small else small_demo(project)
     assert ran.returncode == Code.FOUND, ran.stderr
     fit = FitResult.from_json((project / "out" / "demo.json").read_text())
     assert fit.sustained

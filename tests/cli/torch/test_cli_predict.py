@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from child_path import CHILD_PATH
 from cli_runner import runner
 from typer.testing import Result
 
@@ -34,7 +35,6 @@ from batchfit._report.files import Source
 from batchfit._report.sections import charts
 from batchfit.results import MemoryExplanation, Prediction
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 GIB = 2**30
 
 # A sample is 4 KiB on the host, and 4 MiB for each layer on the device.
@@ -114,7 +114,7 @@ def environment(**more: str) -> dict[str, str]:
     known = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "NO_COLOR", "FORCE_COLOR")
     }
-    return {**known, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", **more}
+    return {**known, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1", **more}
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_path import CHILD_PATH
 
 import batchfit
 from batchfit._cli.commands import profile as command
@@ -22,7 +23,6 @@ from batchfit._options import flags_in
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit.results import ThroughputPoint, ThroughputProfile
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 TRAIN = """
 import torch
 from torch import nn
@@ -134,7 +134,7 @@ def test_json_is_alone_on_stdout(project: Path) -> None:
             sys.executable, "-m", "batchfit", "profile", "train:make", "--json", "--budget", "64MiB",
             "--largest", "16",
         ],
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from child_path import CHILD_PATH
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from warm import run_python
 
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult
@@ -36,7 +38,6 @@ from batchfit._sweep.pure.grid import plan
 from batchfit._sweep.pure.options import SweepOptions
 
 ROOT = Path(__file__).parents[3]
-SOURCE = str(Path(batchfit.__file__).parents[1])
 with batchfit.virtual_memory("64MiB"):  # what this imports is frozen before the first test
     nn.Linear(1, 1)(torch.zeros(1, 1))
 MODEL = """
@@ -493,7 +494,7 @@ def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "batchfit", "sweep", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -501,11 +502,10 @@ def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def test_json_is_alone_on_stdout(project: Path) -> None:
-    process = start("sweep.yaml", "--json", folder=project)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert [one["twice"] for one in json.loads(out)["summary"]] == [6, 10, 12]
-    assert "the factory prints" in err
+    ran = run_python("-m", "batchfit", "sweep", "sweep.yaml", "--json", folder=project)
+    assert ran.returncode == 0, ran.stderr
+    assert [one["twice"] for one in json.loads(ran.stdout)["summary"]] == [6, 10, 12]
+    assert "the factory prints" in ran.stderr
 
 
 @pytest.mark.slow
@@ -519,7 +519,7 @@ def test_a_reader_that_goes_away_does_not_end_the_sweep(project: Path) -> None:
     process = subprocess.Popen(
         command,
         cwd=project,
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"},
         stdout=ends[1],
         stderr=ends[1],
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from warm import run_python
 
 from batchfit._engine.device.interrupts import Interrupts
 
@@ -21,8 +20,7 @@ LONG = ("predict:150:1", "explain:150:1", "find:100:2", "profile:60:2", "predict
 
 
 def interrupted(seed: int, *cases: str) -> None:
-    command = [sys.executable, str(PROGRAM), str(seed), *cases]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    ran = run_python(str(PROGRAM), str(seed), *cases, timeout_s=280)
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
 
 

@@ -146,6 +146,7 @@ def searches(draw: st.DrawFn, /, *, strategy: str | None = None, **fixed: Any) -
         "start": draw(st.none() | st.integers(1, 9000)),
         "attempts": draw(st.integers(1, 8)),
         "soak": draw(st.booleans()),
+        "costly_trials": draw(st.booleans()),
         **fixed,
     }
     if values["strategy"] in ("halve", "grow") and values["start"] is None and values["max_size"] is None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
-import batchfit
+from child_path import CHILD_PATH
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
@@ -22,7 +21,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 def torchrun(*args: str, how: str = "oom") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "BATCHFIT_TEST_HOW": how, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(Path(batchfit.__file__).parent.parent)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), CHILD_PATH])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
         [*launcher, *args], capture_output=True, text=True, timeout=100, env=environment, cwd=SUPPORT

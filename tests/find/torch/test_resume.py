@@ -14,6 +14,7 @@ from typing import Any
 import faulty_targets
 import pytest
 import torch
+from child_path import CHILD_PATH
 from stopping import Stop, stop_after
 
 import batchfit
@@ -23,7 +24,6 @@ from batchfit._engine.device.device import Ram
 from batchfit.errors import NothingFitsError, ResultFileError, SettingsDifferError
 from batchfit.results import FitResult, Trial
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 SETTINGS: dict[str, Any] = {"budget": "8MiB", "soak_steps": 4, "strategy": "bisect", "max_size": 32}
 
 
@@ -163,7 +163,7 @@ class TestCommand:
         return [sys.executable, "-m", "batchfit", "find", target, *self.ARGUMENTS, *more]
 
     def environment(self, folder: Path, fault: str) -> dict[str, str]:
-        more = {"PYTHONPATH": SOURCE, "FAULT": fault, "ABOVE": "4", "DIARY": str(folder / "diary")}
+        more = {"PYTHONPATH": CHILD_PATH, "FAULT": fault, "ABOVE": "4", "DIARY": str(folder / "diary")}
         return {**os.environ, **more}
 
     def steps(self, folder: Path) -> list[str]:

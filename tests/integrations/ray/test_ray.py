@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import sweep_targets as targets
+from child_path import CHILD_PATH
 
 import batchfit
 from batchfit import SweepResult
@@ -31,7 +32,6 @@ with warnings.catch_warnings():
 
     from batchfit.integrations.ray import RayEngine
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 QUICK: dict[str, Any] = {"soak_steps": 0, "steps": 2, "batch_size": 4, "budget": "64MiB"}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Resour
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Ray with two workers on this machine; none of its processes is left."""
-    environment = {"env_vars": {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}}
+    environment = {"env_vars": {"PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray.init(
@@ -111,7 +111,7 @@ def test_the_file_is_the_same_whatever_the_engine(cluster: None, tmp_path: Path)
         name: batchfit.sweep(**asked, output=tmp_path / f"{name}.json", **how)
         for name, how in {"here": {}, "devices": {"devices": "cpu,cpu"}, "ray": {"engine": "ray"}}.items()
     }
-    environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "batchfit"]
     files = [str(tmp_path / "sweep.json"), "--output", str(tmp_path / "torchrun.json")]
     command = [sys.executable, *launcher, "sweep", *files]

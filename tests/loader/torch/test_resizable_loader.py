@@ -10,8 +10,6 @@ import os
 import pickle
 import random
 import runpy
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +30,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from warm import run_python
 
 import batchfit
 from batchfit import ResizableLoader
@@ -898,7 +897,7 @@ def test_a_worker_that_dies_is_said() -> None:
         "except RuntimeError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", code)
     assert "exited unexpectedly" in done.stdout, done.stderr
 
 

@@ -76,7 +76,7 @@ def test_enough_cases_are_run() -> None:
     assert injected + len(cases.REAL) >= CASES_AT_LEAST
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
     for rank, found in enumerate(values(run_ranks(cases.run_exact, world_size=world_size, timeout_s=100))):
         for one in (
@@ -348,7 +348,7 @@ def errors_between_calls(world_size: int, count: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_an_error_between_two_calls_leaves_ranks_alike_or_is_reported(world_size: int) -> None:
     """No rank trains on with parameters that differ, none waits for a rank that went on, and none hangs."""
     faults = errors_between_calls(world_size, 32)

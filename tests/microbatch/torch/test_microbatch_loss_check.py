@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import some_slow
 from torch import nn
 from torch.nn import functional
 
@@ -388,12 +389,19 @@ ORDINARY: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+# With each loss both kinds of dropout and both reductions; the other pairs belong to `make test-all`.
+PAIRS = some_slow(
+    [(0.0, "mean"), (0.5, "sum"), (0.5, "mean"), (0.0, "sum")],
+    is_slow=lambda pair: pair in [(0.5, "mean"), (0.0, "sum")],
+)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 @pytest.mark.parametrize("loss", ORDINARY)
 def test_ordinary_losses_are_cut_without_a_word(
-    loss: Loss, dropout: float, reduction: Any, caplog: pytest.LogCaptureFixture
+    loss: Loss, pair: tuple[float, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    dropout, reduction = pair
     if loss is with_a_penalty and reduction == "sum":
         pytest.skip("a penalty for each microbatch is not a sum over samples")
     wanted = added(loss) if reduction == "sum" else loss

@@ -254,6 +254,9 @@ def outcome(made: World, rollback: bool, expected: object) -> str:
     assert oom.classify(error) == "oom"  # a trial counts it as one
     if isinstance(error, StepInterruptedError):
         assert not rollback
+        assert {"weights", "gradients"} <= {name for name, size in error.holders if size > 0}
+        assert f"Most of what was held: {error.holders[0][0]} " in str(error)
+        assert "batchfit why oom.pickle" in str(error)
         return error.phase
     assert "nothing has moved" in str(error)
     assert made.fingerprint(identities=True) == before

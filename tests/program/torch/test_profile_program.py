@@ -11,6 +11,7 @@ from cli_runner import runner
 from short_temp import short_temp
 
 from batchfit._cli.app import app
+from batchfit._cli.exits import Code
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._program.profile import profile_program
 from batchfit._program.pure.template import CommandTemplate
@@ -128,3 +129,26 @@ def test_wrong_flags_are_refused_before_anything_is_run(arguments: list[str], me
     assert ran.exit_code == 2
     assert message in " ".join(ran.stderr.split())
     assert not Path("counting").exists()
+
+
+def test_a_program_that_does_not_fit_says_who_holds_the_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its probe saw the model, its gradients and optimizer at the OOM; the rest is what the step has made."""
+    Path("train.py").write_text(LARGE)
+    arguments = ["find", "--budget", "24MiB", "--", sys.executable, "train.py", "{}"]
+    found = runner().invoke(app, arguments)
+    assert found.exit_code == Code.NOTHING_FITS
+    told = found.stderr + capfd.readouterr().err
+    assert "Most of what was held: activations and other tensors 1" in told
+    assert "Linear 4.00 MiB" in told
+    assert f"More: batchfit explain --batch-size 1 -- {sys.executable} train.py {{}}" in told
+
+
+LARGE = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(5):
+    model(torch.randn(int(sys.argv[1]), 1024, 1024)).square().relu().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""

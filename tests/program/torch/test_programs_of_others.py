@@ -10,18 +10,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from examples import some_slow
 from program_cases import CASES, MORE, ProgramCase
 
-QUICK = {"catches_oom"}  # the others belong to `make test-all`: each starts its program four to eight times
 
-
+@pytest.mark.slow  # each starts its program four to eight times
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "case",
-    some_slow((*CASES, *MORE), is_slow=lambda case: case.name not in QUICK),
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda case: case.name)
 def test_the_answer_by_command_is_that_of_the_workload(case: ProgramCase, tmp_path: Path) -> None:
     for name in case.needs:
         if importlib.util.find_spec(name) is None:

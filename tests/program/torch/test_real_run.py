@@ -233,3 +233,48 @@ def test_a_dry_run_shows_the_command(tmp_path: Path) -> None:
     shown = json.loads(runner().invoke(app, ["run", "--json", *words]).stdout)
     assert shown["command"] == ["python", "a b.py", "--n=4"]
     assert shown["environment"] == {"SIZE": "4"}
+
+
+WITHOUT_A_PLACE = """
+import torch
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.randn(8192, 64)).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+def run_without_a_place(*flags: str, program: str = "train.py") -> subprocess.CompletedProcess[str]:
+    Path("train.py").write_text(WITHOUT_A_PLACE)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path("compiled").resolve())}  # torch's own
+    Path("starts.sh").write_text(f"{sys.executable} train.py\n")
+    words = [sys.executable, program] if program.endswith(".py") else ["sh", program]
+    command = [sys.executable, "-m", "batchfit", "run", *flags, "--", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
+def test_a_command_without_a_place_for_a_size_runs_within_a_budget() -> None:
+    small = run_without_a_place("--budget", "4MiB", program="starts.sh")
+    assert small.returncode == 1
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB" in small.stderr
+    assert small.stdout == ""
+    large = run_without_a_place("--budget", "64MiB")
+    assert (large.returncode, large.stdout) == (0, "trained\n")
+    assert "each process may use 64.0 MiB, on a CPU as virtual memory" in large.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "With --budget 2GiB it is run as it is"),
+        (("--budget", "4MiB", "--restarts", "2"), "restarts must be left out where the command has no place"),
+        (("--budget", "32"), "did you mean '32GiB'"),
+    ],
+)
+def test_what_a_command_without_a_place_needs(flags: tuple[str, ...], says: str) -> None:
+    ran = run_without_a_place(*flags)
+    assert ran.returncode == 2
+    assert says in ran.stderr.replace("\n", " ")
+    assert "trained" not in ran.stdout

@@ -179,7 +179,10 @@ def test_errors_name_who_holds_the_most_and_what_shows_more() -> None:
     interrupted = StepInterruptedError("scaler", optimizers=["SGD"], holders=held)
     for error in (nothing, interrupted):
         assert error.holders == tuple(held)
-        assert "Most of what stays: transformer.wte 3.00 GiB, state of AdamW 1.00 GiB." in str(error)
+        assert "Most of what was held: transformer.wte 3.00 GiB, state of AdamW 1.00 GiB." in str(error)
         assert "batchfit why oom.pickle" in str(error)
     assert str(nothing).endswith("(the OOM)")
+    traced = NothingFitsError(1, device="cuda:0", budget_bytes=2**30, holders=held, traced=True)
+    assert "by a trace of the step: transformer.wte 3.00 GiB" in str(traced)
+    assert "More: batchfit explain" in str(traced)
     assert "Most of" not in str(NothingFitsError(1, device="cuda:0", budget_bytes=2**30))

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from child_path import CHILD_PATH
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -38,7 +39,6 @@ from batchfit.errors import SearchStoppedError
 from batchfit.results import REASONS
 from batchfit.testing import FakeDevice
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 MIB = 2**20
 
 
@@ -505,7 +505,7 @@ def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-m", "batchfit", *arguments],
         cwd=project,
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from child_path import CHILD_PATH
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +37,6 @@ from batchfit._engine.store.key import (
 )
 from batchfit.testing import FakeDevice
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 WIDTH = 8
 
 
@@ -407,7 +407,7 @@ def test_two_processes_agree(tmp_path: Path) -> None:
         "print(d(p.make(), sample_size=1), d(p.hugging_face(), sample_size=1))"
     )
     runs = [("1", ["program.py"]), ("2", ["-c", imported]), ("3", ["-c", imported])]
-    environments = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{tmp_path}"}
+    environments = {**os.environ, "PYTHONPATH": f"{CHILD_PATH}{os.pathsep}{tmp_path}"}
     said = []
     for seed, arguments in runs:
         done = subprocess.run(

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_path import CHILD_PATH
 
-import batchfit
 from batchfit import SweepResult
 
 TARGETS = Path(__file__).parents[2] / "support"
-SOURCE = str(Path(batchfit.__file__).parents[1])
 TOGETHER = {
     "factory": "sweep_targets:on_one_rank_only",
     "measure": "sweep_targets:measured_together",
@@ -30,7 +29,7 @@ def torchrun(folder: Path, asked: dict[str, Any], *more: str) -> subprocess.Comp
     (folder / "sweep.json").write_text(json.dumps(asked))
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{SOURCE}:{TARGETS}",
+        "PYTHONPATH": f"{CHILD_PATH}:{TARGETS}",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }

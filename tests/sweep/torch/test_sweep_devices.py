@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import sweep_targets as targets
+from child_path import CHILD_PATH
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +37,6 @@ from batchfit._sweep.worker import Death
 from batchfit.errors import BatchfitError, SearchStoppedError
 
 QUICK: dict[str, Any] = {"soak_steps": 0, "steps": 2, "batch_size": 4, "budget": "64MiB"}
-SOURCE = str(Path(batchfit.__file__).parents[1])
 SUPPORT = Path(__file__).parents[2] / "support"
 
 
@@ -265,7 +265,7 @@ def test_stopped_in_the_middle_and_resumed(tmp_path: Path, how: signal.Signals) 
     folder, output, script = tmp_path / "notes", tmp_path / "out.json", tmp_path / "main.py"
     folder.mkdir()
     script.write_text(SCRIPT.format(folder=str(folder), output=str(output)))
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{SUPPORT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{CHILD_PATH}:{SUPPORT}"}
     command = [sys.executable, str(script)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 100

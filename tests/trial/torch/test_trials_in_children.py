@@ -16,6 +16,7 @@ from typing import Any, ClassVar, cast
 
 import faulty_targets
 import pytest
+from child_path import CHILD_PATH
 
 import batchfit
 from batchfit._cli.commands.find import find_target
@@ -32,7 +33,6 @@ from batchfit._files import locked
 from batchfit.errors import ChildDiedError, ChildRaisedError, NothingFitsError, TargetError
 from batchfit.results import FitResult, Trial
 
-SOURCE = str(Path(batchfit.__file__).parents[1])
 SUPPORT = str(Path(__file__).parents[2] / "support")
 TARGET = f"{faulty_targets.FILE}:faulty"
 
@@ -553,12 +553,12 @@ class TestParent:
 
     def start(self, folder: Path, code: str, **variables: str) -> subprocess.Popen[str]:
         (folder / "search.py").write_text(code)
-        environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{SUPPORT}", **variables}
+        environment = {**os.environ, "PYTHONPATH": f"{CHILD_PATH}{os.pathsep}{SUPPORT}", **variables}
         return subprocess.Popen(
             [sys.executable, "search.py"], cwd=folder, env=environment, text=True, stderr=subprocess.PIPE
         )
 
-    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+    @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
     def test_its_end_is_the_childs_and_that_of_all_the_child_has_started(
         self, number: signal.Signals, tmp_path: Path, diary: Path
     ) -> None:

@@ -56,7 +56,7 @@ def check_targets(call: TargetCall) -> Code:
 
 def _wanted(call: TargetCall) -> list[TargetCheck]:
     """What to check; wrong flags and targets need no torch."""
-    project = _project()
+    project = project_checks()
     targets = [call.target] if call.target else list(project.targets)
     if not targets:
         raise CommandFailed(
@@ -65,11 +65,12 @@ def _wanted(call: TargetCall) -> list[TargetCheck]:
     found = []
     for target in targets:
         one = replace(call, target=target)
-        found.append(TargetCheck(one, one.given(), _options(call.flags, project.flags_of(target))))
+        found.append(TargetCheck(one, one.given(), options_of(call.flags, project.flags_of(target))))
     return found
 
 
-def _project() -> ProjectChecks:
+def project_checks() -> ProjectChecks:
+    """What `pyproject.toml` here says."""
     try:
         text = _PROJECT.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -82,7 +83,9 @@ def _project() -> ProjectChecks:
         raise CommandFailed(Code.USAGE, str(error)) from None
 
 
-def _options(flags: Mapping[str, Any], of_project: Mapping[str, Any]) -> CheckOptions:
+def options_of(
+    flags: Mapping[str, Any], of_project: Mapping[str, Any], *, needs_size: bool = True
+) -> CheckOptions:
     """What was typed, then what the project says, then what is usual."""
     typed = {name: value for name, value in flags.items() if value is not None}
     merged = {**of_project, **typed}
@@ -92,7 +95,8 @@ def _options(flags: Mapping[str, Any], of_project: Mapping[str, Any]) -> CheckOp
             # A highest peak alone can be checked without a baseline.
             needed = options.update or options.max_peak is None or Path(BASELINE).exists()
             options = replace(options, baseline=BASELINE if needed else None)
-        if options.baseline is None and options.batch_size is None and options.budget is None:
+        has_size = options.batch_size is not None or options.budget is not None
+        if options.baseline is None and needs_size and not has_size:
             raise ValueError("batch_size must be given where there is no baseline, not None")
     except (ValueError, TypeError) as error:
         raise wrong_flag(error, "check") from None
@@ -115,9 +119,13 @@ def _checked(one: TargetCheck, progress: ProgressDisplay) -> MemoryCheck:
                 target=one.call.target,
                 arguments=one.call.arguments,
             )
-        return check_with(workload, one.options, name=one.name, retrace=again)
+        return check_with(workload, one.options, name=one.name, retrace=again, made=made)
 
-    return load_and_work(one.call, one.given, work, progress, command="check")
+    from batchfit._check.optimizer_lines import OptimizerLines
+
+    made = OptimizerLines()
+    with made.noting():
+        return load_and_work(one.call, one.given, work, progress, command="check")
 
 
 def rendered(checks: list[MemoryCheck]) -> RenderedAnswer:

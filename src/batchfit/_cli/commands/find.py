@@ -24,7 +24,6 @@ from batchfit._cli.exits import (
     failure_of,
     interrupt_code,
     load_torch,
-    sigterm_interrupts,
     uninterrupted,
     wrong_flag,
 )
@@ -38,6 +37,7 @@ from batchfit._cli.progress import (
     speaks,
 )
 from batchfit._cli.search_watch import SearchWatch
+from batchfit._cli.signals import SIGNALS
 from batchfit._cli.target import TargetCall
 from batchfit._engine.workload import user_errors as failure
 from batchfit._files import write_atomically
@@ -54,8 +54,8 @@ class SearchJob:
 
     `explain` turns an error of a step into what to say about it. `store_asked`: the store is not only on by
     default, it was asked for. `arguments` are those of the target's script. `trials` makes what runs the
-    trials in place of a workload, `use` shows how the size that was found is used, and
-    `next_command` is what to ask next.
+    trials in place of a workload, and `modules` are loaded for it. `use` shows how the size that was found is
+    used, and `next_command` is what to ask next.
     """
 
     what: str
@@ -66,6 +66,7 @@ class SearchJob:
     store_asked: bool = False
     arguments: tuple[str, ...] = ()
     trials: Callable[[SearchWatch, ProgressDisplay], Any] | None = None
+    modules: tuple[str, ...] = ()
     use: Callable[[int], str] | None = None
     next_command: str = ""
 
@@ -117,7 +118,7 @@ class EndedSearch:
 
 def run_job(job: SearchJob, *, as_json: bool, output: Path | None) -> Code:
     """Make the workload, search, show and save the answer; how it ended."""
-    with stdout_for_results(alone=as_json) as stdout:
+    with stdout_for_results(alone=as_json) as stdout, SIGNALS.closed():
         ended = search_job(job)
         if speaks():
             with uninterrupted():
@@ -132,12 +133,16 @@ def search_job(job: SearchJob) -> EndedSearch:
     fit: FitResult | None
     progress = progress_here(steps=options.steps, soak_steps=options.soak_steps)
     watch = SearchWatch(progress)
-    try:
-        with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
-            fit = _search(job, watch, progress)
-    except KeyboardInterrupt as stop:
-        code = interrupt_code(stop)
-        fit = watch.partial(options.search())
+    with SIGNALS.closed():
+        try:
+            with SIGNALS.opened(), progress, own_warnings_as_notes(progress):
+                fit = _search(job, watch, progress)
+        except (Exception, KeyboardInterrupt) as error:
+            stop = SIGNALS.came_out(error)
+            if stop is None:
+                raise
+            code = interrupt_code(stop)
+            fit = watch.partial(options.search())
     if fit is None:
         if watch.trials and not watch.device:
             kept = options.resume
@@ -150,7 +155,7 @@ def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> Fi
     if job.intro:
         progress.note(job.intro)
     progress.doing("loading torch")
-    load_torch()
+    load_torch("batchfit._find.find", *job.modules)
     from batchfit._find.find import find_with
 
     try:

@@ -60,6 +60,7 @@ def facts(
     lines += [
         ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
         ("stopped", f"because {_reason(fit)}"),
+        *(("caveat", one) for one in fit.unseen),
     ]
     if fit.stopped_because != "interrupted" and use is not None:
         lines += [*dataset_note(fit.batch_size + 1, fit.samples), ("use it", use(fit.batch_size))]

@@ -36,11 +36,13 @@ class ProgramCall:
     flags: Mapping[str, Any]
     delivery: Delivery
 
-    def template(self, command: str) -> CommandTemplate:
+    def template(self, command: str, *, may_be_fixed: bool = False) -> CommandTemplate:
         """The command with its places; a wrong one is refused."""
         try:
             sets = tuple(FileSetting.parse(text) for text in self.sets)
-            return CommandTemplate(words=self.words, env=tuple(self.env), sets=sets)
+            return CommandTemplate(
+                words=self.words, env=tuple(self.env), sets=sets, may_be_fixed=may_be_fixed
+            )
         except ValueError as error:
             raise wrong_flag(error, command) from None
 
@@ -70,7 +72,9 @@ def program_job(template: CommandTemplate, options: FindOptions, stored: StoredN
             on_device=partial(show_device, job, watch, progress),
             on_step=watch.step,
         )
-        return program_trials(target, options, stored)
+        own = program_trials(target, options, stored)
+        watch.unseen = own.unseen
+        return own
 
     job = SearchJob(
         what=template.shown_template(),
@@ -78,6 +82,7 @@ def program_job(template: CommandTemplate, options: FindOptions, stored: StoredN
         explain=_unexplained,
         options=options,
         trials=trials,
+        modules=("batchfit._program.find", "batchfit._program.trials"),
         use=template.shown,
     )
     return job

@@ -18,11 +18,13 @@ from batchfit._cli.exits import Code, CommandFailed, wrong_flag
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.programs.find import ProgramCall, program_job, program_options
 from batchfit._files import write_atomically
+from batchfit._find.pure.options import FindOptions
 from batchfit._options import flags_in
 from batchfit._program.pure.run_options import RunOptions
+from batchfit._program.pure.template import NO_PLACE, isolating_flag
+from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
-    from batchfit._find.pure.options import FindOptions
     from batchfit._program.pure.template import CommandTemplate
     from batchfit._program.running.real_run import Started
     from batchfit.results import FitResult
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 def run_for_real(call: ProgramCall) -> int:
     """Find a size, or take the one that is known, and run the program with it; the exit code of both."""
     own = {name for name, _, _ in flags_in(RunOptions)}
-    template = call.template("run")
+    template = call.template("run", may_be_fixed=True)
+    if template.is_fixed:
+        return _run_within(call, template)
     try:
         options = RunOptions(**{name: value for name, value in call.flags.items() if name in own})
         if template.has_out and options.out is None and not options.dry_run:
@@ -69,6 +73,34 @@ def run_for_real(call: ProgramCall) -> int:
     return _run(call, template, size, options, finding, fit)
 
 
+def _run_within(call: ProgramCall, template: CommandTemplate) -> int:
+    """Run a command without a place for a size as it is, within the budget."""
+    try:
+        if call.flags.get("budget") is None:
+            raise ValueError(
+                f"{NO_PLACE}. With --budget 2GiB it is run as it is, and may use so much memory: on a CPU, "
+                "virtual memory"
+            )
+        limit_bytes = FindOptions(budget=call.flags["budget"]).budget_bytes
+        for name in ("size", "margin", "restarts", "resume", "dry_run"):
+            if call.flags.get(name):
+                raise ValueError(f"{name} must be left out where the command has no place for the batch size")
+        for name, given in (("output", call.delivery.output), ("json", call.delivery.as_json)):
+            if given:
+                raise ValueError(f"{name} must be left out where the command has no place for the batch size")
+        if template.has_out and call.flags.get("out") is None:
+            raise ValueError("out must be given where the command has {out}: --out runs/1 names the folder")
+        flag = isolating_flag(template.words)
+        if flag:
+            raise ValueError(f"the command must start Python without {flag}, with which it ignores a budget")
+    except (ValueError, TypeError) as error:
+        raise wrong_flag(error, "run") from None
+    options = RunOptions(out=call.flags.get("out"))
+    assert limit_bytes is not None
+    _say(f"each process may use {format_bytes(limit_bytes)}, on a CPU as virtual memory")
+    return _run(call, template, 1, options, FindOptions(), None, limit_bytes=limit_bytes)
+
+
 def _run(
     call: ProgramCall,
     template: CommandTemplate,
@@ -76,6 +108,8 @@ def _run(
     options: RunOptions,
     finding: FindOptions,
     fit: FitResult | None,
+    *,
+    limit_bytes: int | None = None,
 ) -> int:
     from batchfit import errors
     from batchfit._program.running.foreground import flush_own_streams
@@ -86,6 +120,7 @@ def _run(
         sizes=finding.search().sizes,
         ran=() if fit is None else tuple(trial.size for trial in fit.trials if trial.fits),
         restarts=options.restarts,
+        limit_bytes=limit_bytes,
         out="" if options.out is None else str(options.out),
         say=_say,
     )

@@ -1,6 +1,6 @@
-"""`batchfit predict -- COMMAND` and `batchfit explain -- COMMAND`: a program traced as it runs on a CPU.
+"""`batchfit predict`, `explain` and `check -- COMMAND`: a program traced as it runs on a CPU.
 
-Rules: as in `predict` and `explain` of a target; what is wrong with the command or the flags is said before
+Rules: as in the same commands of a target; what is wrong with the command or the flags is said before
 anything is started. Nothing is calibrated: no GPU is used.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batchfit._cli.commands import check as check_command
 from batchfit._cli.commands import explain as explain_command
 from batchfit._cli.commands import predict as predict_command
 from batchfit._cli.delivery import RenderedAnswer, run_answer
@@ -80,9 +81,29 @@ def explain_program(call: ProgramCall) -> Code:
     return run_answer(call.delivery, answer)
 
 
+def check_program(call: ProgramCall) -> Code:
+    """Check the memory of a program against its baseline."""
+    template = call.template("check", may_be_fixed=True)
+    text = template.shown_template()
+    flags = check_command.project_checks().flags_of(text)
+    options = check_command.options_of(call.flags, flags, needs_size=not template.is_fixed)
+    call.delivery.check()
+
+    def answer(progress: ProgressDisplay) -> RenderedAnswer:
+        from batchfit._program.tracing.check import check_program
+
+        with known_failures("check", call.flags):
+            traces = _traces(template, options.target or DEFAULT, progress)
+            return check_command.rendered([check_program(traces, options, name=text)])
+
+    return run_answer(call.delivery, answer)
+
+
 def _traces(template: CommandTemplate, gpu: Gpu, progress: ProgressDisplay) -> ProgramTraces:
     from batchfit._program.tracing.traces import ProgramTraces
 
-    return ProgramTraces(
-        template, gpu, on_run=lambda doing, size: progress.doing(f"{doing} the program at batch size {size}")
-    )
+    def show(doing: str, size: int) -> None:
+        at = "" if template.is_fixed else f" at batch size {size}"
+        progress.doing(f"{doing} the program{at}")
+
+    return ProgramTraces(template, gpu, on_run=show)

@@ -20,13 +20,13 @@ from batchfit._cli.exits import (
     CommandFailed,
     interrupt_code,
     load_torch,
-    sigterm_interrupts,
     uninterrupted,
     wrong_flag,
 )
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.programs.sweep import asked_of_command
 from batchfit._cli.progress import own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.signals import SIGNALS
 from batchfit._cli.sweep.sweep_file import SweepFile
 from batchfit._cli.sweep.sweep_flags import SweepFlags
 from batchfit._cli.sweep.sweep_table import screen_here
@@ -186,7 +186,7 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
     if keeper.resumed:
         screen.note(f"going on with {keeper.path}: {keeper.resumed} configurations are in it")
     try:
-        with sigterm_interrupts(), screen, own_warnings_as_notes(screen):
+        with SIGNALS.opened(), screen, own_warnings_as_notes(screen):
             run_sweep(asked, keeper, engine=engine, on_event=screen.on_event)
     except KeyboardInterrupt as stop:
         return interrupt_code(stop), "interrupted"

@@ -3,7 +3,8 @@
 A KeyboardInterrupt may be raised between any two instructions: while state is being restored, or in Python
 that torch's C++ has called and where an exception ends the process. While state is replaced or being
 restored, signals that a Python handler would get (SIGINT, and SIGTERM where the program has one) are noted,
-and handed to that handler later: at once where `open`, else in `check`, at the latest at the end.
+and handed to that handler later: at once where `open`, else in `check` or at a `safe_point`, at the latest at
+the end.
 
 Rules: in the main thread only, which alone gets signals; the handlers of the program are back afterwards. One
 KeyboardInterrupt is enough: further signals, while it is on its way out, are not raised on top of it.
@@ -18,6 +19,16 @@ from types import FrameType
 from typing import Any, Self
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_ACTIVE: list[Interrupts] = []  # of the main thread, the outermost first
+
+
+def safe_point() -> None:
+    """Hand a signal that any `Interrupts` around has noted to the program's handler: harmless here."""
+    if _ACTIVE and threading.current_thread() is threading.main_thread():
+        for one in _ACTIVE:
+            if one._held:
+                number, frame = one._held.pop(0)
+                _ACTIVE[0]._before[number](number, frame)
 
 
 class Interrupts:
@@ -37,6 +48,7 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             found = {number: signal.getsignal(number) for number in _NUMBERS}
             self._before = {number: handler for number, handler in found.items() if callable(handler)}
+            _ACTIVE.append(self)
             for number in self._before:
                 signal.signal(number, self._on_signal)
         return self
@@ -44,6 +56,8 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._open = False
         self._give_back(list(self._before.items()))
+        if self in _ACTIVE:
+            _ACTIVE.remove(self)
         if self._held and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
             number, frame = self._held[0]
             self._before[number](number, frame)
@@ -73,7 +87,7 @@ class Interrupts:
             self.check()
 
     def _is_harmless(self, frame: FrameType | None) -> bool:
-        return self._open and not _is_on_its_way()
+        return self._open and not is_on_its_way()
 
 
 class _Opened:
@@ -106,7 +120,7 @@ class TraceInterrupts(Interrupts):
         self._plain = plain
 
     def _is_harmless(self, frame: FrameType | None) -> bool:
-        if _is_on_its_way():
+        if is_on_its_way():
             return False
         while frame is not None and frame.f_code is not self._outside:
             file = frame.f_code.co_filename
@@ -116,7 +130,7 @@ class TraceInterrupts(Interrupts):
         return frame is not None
 
 
-def _is_on_its_way() -> bool:
+def is_on_its_way() -> bool:
     """Whether a KeyboardInterrupt is being handled already: somebody cleans up after it."""
     error = sys.exception()
     while error is not None:

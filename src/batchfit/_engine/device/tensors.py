@@ -69,10 +69,13 @@ def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
     return sum(held.values())
 
 
-def top_holders(things: Sequence[object], *, on: torch.device, most: int = 3) -> list[tuple[str, int]]:
+def top_holders(
+    things: Sequence[object], *, on: torch.device, live_bytes: int | None = None, most: int = 3
+) -> list[tuple[str, int]]:
     """What among `things` holds the most on a device: modules with their gradients, optimizer states.
 
-    Alike modules are one ("layers.*.linear"); each storage counts once.
+    Alike modules are one ("layers.*.linear"); each storage counts once. Of `live_bytes`, what is live there,
+    the rest is a holder of its own.
     """
     counted: set[int] = set()
     held: Counter[str] = Counter()
@@ -88,10 +91,13 @@ def top_holders(things: Sequence[object], *, on: torch.device, most: int = 3) ->
         if isinstance(thing, nn.Module):
             for path, module in thing.named_modules():
                 own = list(module.parameters(recurse=False))
-                name = _NUMBERS.sub("*", path) or type(module).__name__
+                name = _NUMBERS.sub("*", path)
+                name = name if name.strip("*.") else type(module).__name__
                 count(name, [*own, *module.buffers(recurse=False), *(one.grad for one in own)])
         elif isinstance(thing, torch.optim.Optimizer):
             count(f"state of {type(thing).__name__}", tensors_in([list(thing.state.values())]))
+    if live_bytes is not None:
+        held["activations and other tensors"] = max(0, live_bytes - sum(held.values()))
     return [(name, size) for name, size in held.most_common(most) if size]
 
 

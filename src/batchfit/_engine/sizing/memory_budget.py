@@ -21,7 +21,7 @@ from batchfit._engine.device.device import CpuDevice, Device, counts_memory
 from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.virtual_memory.memory import active
-from batchfit._units import format_bytes
+from batchfit._units import format_bytes, in_use_bytes
 from batchfit.errors import NothingFitsError
 
 _OTHERS = "Free other tensors (optimizer state counts too), or raise the budget."
@@ -75,7 +75,7 @@ class MemoryBudget:
         budget_bytes: int | None,
         *,
         models_bytes: Callable[[], int] = lambda: 0,
-        holders: Callable[[], list[tuple[str, int]]] = list,
+        holders: Callable[[int | None], list[tuple[str, int]]] = lambda live_bytes: [],
     ) -> None:
         self.device = device
         self.budget_bytes = budget_bytes
@@ -149,7 +149,7 @@ class MemoryBudget:
             budget_bytes=limit_bytes,
             detail="; ".join(parts),
             advice=advice,
-            holders=self._holders(),
+            holders=self._holders(in_use_bytes(message) or held_bytes),
         )
 
 

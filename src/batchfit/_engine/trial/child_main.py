@@ -86,12 +86,21 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         while "least_bytes" in request:
             say("reachable", available_bytes=_once_reachable(device, request["least_bytes"]))
             request = asked.get()
+        if "call" in request:
+            say("called", value=_called(request["call"], work, request["arguments"]))
+            leave()
         stage = "step"
         trial = _run(work, device, TrialRequest(**request["trial"]), request["budget_bytes"], say)
         say("trial", trial=trial.model_dump(), available_bytes=_reachable_after(device))
     except BaseException as error:  # noqa: BLE001  the parent raises it, whatever it is
         say("raised", stage=stage, **_error_message(error, home=home_of(target), made_at=made_at))
     leave()
+
+
+def _called(name: str, work: Workload, arguments: Message) -> Any:
+    """What a function of a package above says of the workload, as plain data; `name` is "module:function"."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)(work, **arguments)
 
 
 def stand_by(

@@ -150,10 +150,21 @@ class InChildren:
         """Not known: the state is in the children."""
         return None
 
-    @property
-    def holders(self) -> list[tuple[str, int]]:
+    further = ""
+
+    def holders(self, live_bytes: int | None) -> list[tuple[str, int]]:
         """Not known: the state is in the children."""
         return []
+
+    def call(self, name: str, arguments: Message, *, timeout_s: float) -> Any:
+        """What the function "module:function" says of the workload, called in a child that has made it."""
+        child, self._loaded = self._loaded or self._load(), None
+        try:
+            child.send(call=name, arguments=arguments)
+            answer = self._await(child, "called", doing=f"calling {name}", timeout_s=timeout_s)
+            return answer["value"]
+        finally:
+            child.end()
 
     @property
     def samples(self) -> None:

@@ -69,11 +69,14 @@ class InProcess:
             if failed:
                 self.regroup()
 
-    @property
-    def holders(self) -> list[tuple[str, int]]:
-        """The modules and optimizers of the state that hold the most."""
+    further = ""
+
+    def holders(self, live_bytes: int | None) -> list[tuple[str, int]]:
+        """The modules and optimizers of the state that hold the most, and the rest of the live bytes."""
         kind = self.device.name.partition(":")[0]
-        return top_holders(self.work.state, on=torch.device(kind)) if kind in _KINDS else []
+        if kind not in _KINDS:
+            return []
+        return top_holders(self.work.state, on=torch.device(kind), live_bytes=live_bytes)
 
     @property
     def state_bytes(self) -> int | None:

@@ -94,9 +94,12 @@ class TrialRunner(Protocol):
     def state_bytes(self) -> int | None:
         """Bytes of weights, gradients and present optimizer state; None where they are not known."""
 
+    def holders(self, live_bytes: int | None) -> list[tuple[str, int]]:
+        """What held the most of so many live bytes when a trial was out of memory, where that is known."""
+
     @property
-    def holders(self) -> list[tuple[str, int]]:
-        """What of the state holds the most bytes, where that is known."""
+    def further(self) -> str:
+        """The command that shows more of it; empty where that is the usual one."""
 
     @property
     def samples(self) -> int | None:

@@ -12,7 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import batchfit
@@ -104,9 +104,12 @@ def is_users(filename: str, *, home: str | None) -> bool:
 
     `home` is the folder of the target's code: a package that is installed is the user's if it is the target.
     """
-    if filename.startswith("<"):
-        return False
-    path = os.path.realpath(filename)
+    return not filename.startswith("<") and _is_users_file(os.path.abspath(filename), home)
+
+
+@lru_cache(maxsize=2**14)  # a program has thousands of files, of which each check asks again
+def _is_users_file(path: str, home: str | None) -> bool:
+    path = os.path.realpath(path)
     at_home = home is not None and _below(path, home)
     parts = Path(path).relative_to(home).parts if home is not None and at_home else Path(path).parts
     if _INSTALLED.intersection(parts) or _below(path, _OURS):

@@ -150,6 +150,7 @@ class State:
     attempts: int = 5
     max_trials: int | None = None
     soak: bool = True
+    costly_trials: bool = False  # each starts a program: a failure costs as much as a size that fits
     predicted: int | None = None  # the largest size by a prediction, a little margin taken off
     observations: tuple[Observation, ...] = ()
 

@@ -176,7 +176,7 @@ def _below_failure(
 
 def curve_of(state: State, bracket: Bracket) -> Curve | None:
     """The readings of what ran below the bracket's end; None where they say nothing."""
-    ran = [one for one in state.observations if one.fits and (bracket.bad is None or one.size < bracket.bad)]
+    ran = _ran_below(state, bracket)
     if state.budget_bytes is None or not ran:
         return None
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
@@ -186,7 +186,33 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     fixed = _fixed_bytes(ran, state.budget_bytes)
     if floor < _FLOOR_SHARE * fixed:
         aside = max(aside, aside_bytes(state.budget_bytes, fixed, beyond=crowded))
-    budget = state.budget_bytes - aside
+    return _curve_through(ran, state.budget_bytes, aside, floor)
+
+
+def plain_curve_of(state: State, bracket: Bracket) -> Curve | None:
+    """The same with nothing set aside, and over what is held without a batch."""
+    ran = _ran_below(state, bracket)
+    if state.budget_bytes is None or not ran:
+        return None
+    return _curve_through(ran, state.budget_bytes, 0, _held_without_batch(ran))
+
+
+def _held_without_batch(ran: Sequence[Observation]) -> int:
+    """What is held at size 0, by the line through what was held: a program may keep its last batch."""
+    held = sorted((one.size, one.held_bytes) for one in ran if one.held_bytes)
+    if not held:
+        return 0
+    (first, low), (last, high) = held[0], held[-1]
+    each = max(0.0, (high - low) / (last - first)) if last > first else 0.0
+    return max(0, int(low - each * first))
+
+
+def _ran_below(state: State, bracket: Bracket) -> list[Observation]:
+    return [one for one in state.observations if one.fits and (bracket.bad is None or one.size < bracket.bad)]
+
+
+def _curve_through(ran: Sequence[Observation], budget_bytes: int, aside: int, floor: int) -> Curve | None:
+    budget = budget_bytes - aside
     # The largest size says most about the blocks; where none has shown them, any size that had to retry.
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
     releases = max(shown, key=lambda one: one.size).cache_is_releasable(aside_bytes=aside)

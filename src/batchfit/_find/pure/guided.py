@@ -2,8 +2,8 @@
 
 Rules: a pure function of the state, as every strategy. Bisection can always still end the search within
 `LIMIT` trials; a prediction is tried first, and believed as far as what it took says. One module a situation:
-`by_prediction`, `by_line` (readings on a line, in bytes), `by_curve` (all other readings); without readings
-it doubles and bisects, here.
+`by_prediction`, `by_starts` (each trial starts a program), `by_line` (readings on a line, in bytes),
+`by_curve` (all other readings); without readings it doubles and bisects, here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from batchfit._find.pure.bracket import (
 from batchfit._find.pure.by_curve import by_curve, curve_of
 from batchfit._find.pure.by_line import at_knee, by_line, line_of, within_rounding
 from batchfit._find.pure.by_prediction import by_prediction
+from batchfit._find.pure.by_starts import FIRST_SIZE, by_starts
 
 # With tolerance 0 failures are needed anyway: so many times the smallest size says more of the curve (without
 # it 12 % more trials; benchmarks/search_ablation.py).
@@ -51,7 +52,7 @@ def guided(state: State) -> Request | str:
         return _first(state, bracket)
     if _settled(state) or enough(bracket.good, bracket.largest, state.tolerance):
         return settle(state, bracket, "within_tolerance")
-    step = _by_readings(state, bracket)
+    step = (by_starts(state, bracket) if state.costly_trials else None) or _by_readings(state, bracket)
     if isinstance(step, Request) and step.size != bracket.good and not _affordable(state, bracket, step.size):
         return _bisected(state, bracket)
     return step
@@ -70,7 +71,8 @@ def _first(state: State, bracket: Bracket) -> Request:
     sizes, bad = bracket.sizes, bracket.bad
     if bad is None:
         # An exact answer costs failures anyway: begin where a reading says more.
-        size = bracket.place(state.start or (1 if state.tolerance else _EXACT_FIRST_SIZE) * sizes.first)
+        usual = FIRST_SIZE if state.costly_trials else 1
+        size = bracket.place(state.start or (usual if state.tolerance else _EXACT_FIRST_SIZE) * sizes.first)
     elif (state.start is not None or state.predicted is not None) and bracket.setbacks == 1:
         size = bracket.place(bad * 7 / 8)  # an estimate is rarely far off
     else:

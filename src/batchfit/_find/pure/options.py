@@ -153,7 +153,7 @@ class FindOptions:
         """Whether the search may begin with a prediction: a `start` is the user's own estimate."""
         return self.predict and self.strategy == "guided" and self.start is None
 
-    def search(self) -> Search:
+    def search(self, *, costly_trials: bool = False) -> Search:
         """The search that these options ask for, without a budget: that depends on the device."""
         from batchfit._find.pure.search import Search
 
@@ -168,6 +168,7 @@ class FindOptions:
             attempts=self.attempts,
             max_trials=self.max_trials,
             soak=self.soak_steps != 0,
+            costly_trials=costly_trials,
         )
 
     def check_key(self, *, has_model: bool) -> None:

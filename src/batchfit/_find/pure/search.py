@@ -57,7 +57,7 @@ class Search(State):
         for name in ("budget_bytes", "max_size", "start", "max_trials", "predicted"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("power_of_two", "soak"):
+        for name in ("power_of_two", "soak", "costly_trials"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         tolerance: object = self.tolerance

@@ -121,15 +121,13 @@ class GpuMemory:
 
     def use(self, devices: set[int]) -> None:
         """Limit these devices, and begin their peaks."""
-        from batchfit._engine.device.gpu import fraction_of
-
         for index in sorted(devices - self._retries.keys()):
-            free, total = torch.cuda.mem_get_info(index)
+            free, _ = torch.cuda.mem_get_info(index)
             available = free + torch.cuda.memory_reserved(index)
             budget = available if self._asked is None else min(self._asked, available)
             self._budget = budget if self._budget is None else min(budget, self._budget)
-            if self._asked is not None and self._asked < total:
-                torch.cuda.set_per_process_memory_fraction(fraction_of(self._asked, total), index)
+            if self._asked is not None:
+                limit_gpu(index, self._asked)
             torch.cuda.reset_peak_memory_stats(index)
             self._retries[index] = _stats(index).get("num_alloc_retries", 0)
         self._watch.start()
@@ -245,6 +243,15 @@ class SwallowedOoms:
             self._suspected = ""
             self._watch_raises(False)
         return self._observes
+
+
+def limit_gpu(index: int, budget_bytes: int) -> None:
+    """Let this process use no more of a GPU."""
+    from batchfit._engine.device.gpu import fraction_of
+
+    _, total = torch.cuda.mem_get_info(index)
+    if budget_bytes < total:
+        torch.cuda.set_per_process_memory_fraction(fraction_of(budget_bytes, total), index)
 
 
 def gpus_of(module: nn.Module, values: Iterable[object]) -> set[int]:

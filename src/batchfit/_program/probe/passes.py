@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.torch_private.autograd import in_backward
 from batchfit._engine.torch_private.modules import remove_keyword_hook
+from batchfit._program.probe.evaluation import EvaluationWatch
 
 _WEIGHTS = 10_000  # numbers in a buffer, of quantized modules that have no parameters
 
@@ -44,6 +45,7 @@ class PassCounter:
         self._depth = 0  # how often it was called within itself
         self._shape: tuple[int, ...] = ()
         self._prompt = 0  # how long the sequence of the generation's first pass is
+        self.evaluation = EvaluationWatch()
         self._before_pass, self._on_pass = before_pass, on_pass
         self._handles = [
             register_module_forward_pre_hook(self._before),
@@ -82,6 +84,7 @@ class PassCounter:
         self._root = None
         self.count += 1
         self.with_gradients += torch.is_grad_enabled()
+        self.evaluation.take_pass(module)
         tensors = [one for one in tensors_in((args, kwargs)) if one.dim()]
         shape = tuple(tensors[0].shape) if tensors else ()
         if shape:

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from batchfit._engine.device.tensors import top_holders
 from batchfit._program.probe.channel import ProbeChannel
 from batchfit._program.probe.endings import Endings
 from batchfit._program.probe.memory import CpuMemory, GpuMemory, ProbeMemory, gpus_of
 from batchfit._program.probe.passes import PassCounter
-from batchfit._program.probe.state import optimizers
+from batchfit._program.probe.state import optimizers, program_state
 from batchfit._program.probe.step_clock import StepClock
 from batchfit.errors import UntraceableError
 
@@ -59,6 +60,7 @@ class Probe:
         self._evaluates = False
         self._most_steps = _MOST_WAITS * self._target
         self._placed = False  # the device is known
+        self._looked = False  # for what holds the most
         # Not torch.cuda.is_available(), which may initialize the driver: a program can still choose its GPUs.
         has_gpu = settings["device"] != "cpu" and torch.cuda.device_count() > 0
         self._memory: ProbeMemory | None = None
@@ -123,6 +125,8 @@ class Probe:
         number = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         if len(self._counts) > 1 and next(iter(self._counts)) != id(optimizer):
             return
+        if number == 1:
+            self._passes.evaluation.take_step()
         if number <= 2:
             self._passes_in_step = self._passes.count - self._passes_before
             self._passes_before = self._passes.count
@@ -206,6 +210,7 @@ class Probe:
             kind_of_step="step" if self._counts else "pass",
             steps_s=self._clock.seconds(),
             counts_memory=self._memory is not None and self._memory.slows_steps,
+            evaluated=self._passes.evaluation.seen,
             **more,
             **who(),
         )
@@ -222,7 +227,16 @@ class Probe:
 
     def _oom(self, text: str) -> None:
         if self._channel.is_open:
-            self._channel.send("oom", text=text, **self._state())
+            self._channel.send("oom", text=text, holders=self._holders(), **self._state())
+
+    def _holders(self) -> list[tuple[str, int]]:
+        """What holds the most, where not even the first steps ran: it is looked for once."""
+        if self._looked or self._steps > 1 or self._memory is None:
+            return []
+        self._looked = True
+        kind = self._memory.name.partition(":")[0]
+        live = self._memory.read().get("held_bytes")
+        return top_holders(program_state().parts, on=torch.device(kind), live_bytes=live) if kind else []
 
     def _untraceable(self, error: BaseException) -> None:
         """Say what stood in the way of a recording, if this did."""

@@ -14,12 +14,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from batchfit._engine.allocator.footprint import Trace
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.fake_state import Faked
@@ -31,6 +32,9 @@ from batchfit._program.probe.passes import has_weights, in_loader_worker
 from batchfit._program.probe.state import dataset_samples, optimizers, program_state
 from batchfit._program.pure.trace_file import trace_text
 from batchfit.errors import UntraceableError
+
+if TYPE_CHECKING:
+    from batchfit._check.pure.record import TracedRecord
 
 
 @final
@@ -108,11 +112,19 @@ class ProgramTrace:
         self._recorder: TraceRecorder | None = None
         self._classes: dict[str, str] = {}
         self._refused: UntraceableError | None = None
+        self._root: str | None = settings.get("root")  # of the project, where lines are wanted
+        self._parts: list[Any] = []
+        self._made: Any = None  # which lines have made the optimizers
+        if self._root is not None:
+            from batchfit._check.optimizer_lines import OptimizerLines
+
+            self._made = OptimizerLines()
+            self._open.enter_context(self._made.noting())
         _AtFirstPass(self._begin, trains=settings["trains"])
 
     def _begin(self) -> None:
         state = program_state()
-        self._classes = module_classes(state.parts)
+        self._classes, self._parts = module_classes(state.parts), state.parts
         faked = Faked(state.parts, self._rules.device, state.containers, state.places)
         recorder = self._recorder = open_trace(
             self._open,
@@ -122,6 +134,7 @@ class ProgramTrace:
             check=_no_check,
             limit_s=self._limit_s,
             recorded=self._recorded,
+            detailed=self._root is not None,
         )
         self._open.enter_context(recorder.watching())
         self._open.enter_context(faked.mode)
@@ -138,8 +151,18 @@ class ProgramTrace:
             raise UntraceableError("", "", "the program took its steps before it made an optimizer")
         if self._recorder.refused:
             raise self._recorder.refused[0]
-        text = trace_text(self._recorder.trace(self._size), self._classes)
+        traced = self._recorder.trace(self._size)
+        text = trace_text(traced, self._classes, self._record_of(traced))
         self._file.write_text(text, encoding="utf-8")
+
+    def _record_of(self, traced: Trace) -> TracedRecord | None:
+        """What a baseline keeps of it, where that is wanted."""
+        if self._root is None:
+            return None
+        from batchfit._check.record import record_of_trace
+
+        card, root = self._rules.gpu.name, Path(self._root)
+        return record_of_trace(traced, self._parts, card, root, made=self._made)
 
     def explained(self, error: BaseException) -> UntraceableError | None:
         """What stood in the way of the trace; None for an error before it has begun."""

@@ -22,6 +22,12 @@ SIZE, PLAIN, OUT = "{batch_size}", "{}", "{out}"
 _NODES = re.compile(r"^--?(?:nnodes|num_machines|num[-_]nodes)$")
 _EXAMPLE = "batchfit find -- python train.py --batch-size {}"
 
+NO_PLACE = (
+    "the command has no place for the batch size: write {} where the number stands "
+    f"({_EXAMPLE}), or name a variable (--env BATCH_SIZE) or a place in a file "
+    "(--set config.yaml:train.batch_size)"
+)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class CommandTemplate:
     words: tuple[str, ...]
     env: tuple[str, ...] = ()
     sets: tuple[FileSetting, ...] = ()
+    may_be_fixed: bool = False  # a command without a place is run as it is
 
     def __post_init__(self) -> None:
         if not self.words:
@@ -73,13 +80,14 @@ class CommandTemplate:
                     f"set must name a file as the command does, not {one.file!r}: the command is given a "
                     "changed copy in its place, and does not name it"
                 )
-        if not self.env and not self.sets and not any(self.marker in word for word in self.words):
-            raise ValueError(
-                "the command has no place for the batch size: write {} where the number stands "
-                f"({_EXAMPLE}), or name a variable (--env BATCH_SIZE) or a place in a file "
-                "(--set config.yaml:train.batch_size)"
-            )
+        if self.is_fixed and not self.may_be_fixed:
+            raise ValueError(NO_PLACE)
         self._check_nodes()
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the size stands in the command, where no other can be put."""
+        return not self.env and not self.sets and not any(self.marker in word for word in self.words)
 
     @property
     def marker(self) -> str:

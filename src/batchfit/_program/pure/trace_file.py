@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 
+from batchfit._check.pure.baseline import baseline_text, read_baseline
+from batchfit._check.pure.record import TracedRecord
 from batchfit._engine.allocator.footprint import Origin, Trace
+from batchfit._explain.pure.holders import Peak
 
+_NAME = "program"
 _WRITTEN = ("kind", "phase", "module", "source", "operation")
 
 
-def trace_text(trace: Trace, classes: dict[str, str]) -> str:
-    """The trace and the classes of the program's modules, as JSON."""
+def trace_text(trace: Trace, classes: dict[str, str], recorded: TracedRecord | None = None) -> str:
+    """The trace and the classes of the program's modules, as JSON; the record of its peak, too, if any."""
     table = list(dict.fromkeys(trace.origins))
     number = {origin: index for index, origin in enumerate(table)}
     return json.dumps(
@@ -26,8 +30,17 @@ def trace_text(trace: Trace, classes: dict[str, str]) -> str:
             "begins": trace.begins,
             "step_ends": trace.step_ends,
             "classes": classes,
+            "record": "" if recorded is None else baseline_text({_NAME: recorded.record}),
+            "numbers": {} if recorded is None else recorded.numbers,
         }
     )
+
+
+def read_record(text: str, peak: Peak) -> TracedRecord:
+    """The record in what `trace_text` wrote, beside the peak of the trace there."""
+    found = json.loads(text)
+    numbers = {place: tuple(lines) for place, lines in found["numbers"].items()}
+    return TracedRecord(read_baseline(found["record"])[_NAME], peak, numbers)
 
 
 def read_trace(text: str) -> tuple[Trace, dict[str, str]]:

@@ -48,6 +48,11 @@ def exit_variables(environment: Mapping[str, str], *, file: str) -> dict[str, st
     return {**_with_inject(environment), "BATCHFIT_EXIT_FILE": file}
 
 
+def limit_variables(environment: Mapping[str, str], *, budget_bytes: int) -> dict[str, str]:
+    """The environment of a real run whose processes may use so much memory each."""
+    return {**_with_inject(environment), "BATCHFIT_LIMIT_BYTES": str(budget_bytes)}
+
+
 def _with_inject(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment with our `sitecustomize` first, and with where this process has batchfit."""
     path = environment.get("PYTHONPATH", "")

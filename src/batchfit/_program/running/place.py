@@ -22,7 +22,7 @@ from typing import Any, final
 
 from batchfit._program.disk_room import room_for
 from batchfit._program.pure.after_exit import Ending
-from batchfit._program.pure.variables import exit_variables
+from batchfit._program.pure.variables import exit_variables, limit_variables
 from batchfit._program.running.kernel_kills import kernel_kills
 from batchfit._program.running.run_watch import GRACE_S, TOKEN, end_all
 
@@ -66,9 +66,16 @@ class RunPlace:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def environment(self, variables: Mapping[str, str], *, notes_exit: bool) -> dict[str, str]:
-        """The program's variables; `notes_exit`: its processes are to note what ended them."""
+    def environment(
+        self, variables: Mapping[str, str], *, notes_exit: bool, limit_bytes: int | None = None
+    ) -> dict[str, str]:
+        """The program's variables.
+
+        `notes_exit`: its processes are to note what ended them; `limit_bytes`: what each of them may use.
+        """
         known = {**variables, TOKEN: self.token}
+        if limit_bytes is not None:
+            return limit_variables(known, budget_bytes=limit_bytes)
         if not notes_exit:
             return known
         return exit_variables(known, file=str(self.endings))

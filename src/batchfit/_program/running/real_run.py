@@ -3,7 +3,8 @@
 Rules:
 - Nothing is between the program and its terminal: what it prints, reads and returns is its own.
 - Without restarts there is nothing of ours in its Python. With them one function runs at its exit: it notes
-  an error that ended it, and costs a step nothing.
+  an error that ended it, and costs a step nothing. A command without a place for a size may have a limit on
+  its memory.
 - What it leaves running after it has ended by itself is its own affair. What is left after a signal, and
   before another start, is ended; so is all of it where this process is killed.
 - Copies of config files stay as long as it runs, and no longer.
@@ -33,12 +34,16 @@ Started = tuple[int, Ending]  # the size of a start, and how it ended
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
-    """What to run: `sizes` are those that a restart may take, `ran` those of them that have run."""
+    """What to run: `sizes` are those that a restart may take, `ran` those of them that have run.
+
+    `limit_bytes` is what each process may use, of a command that has no place for a size.
+    """
 
     template: CommandTemplate
     sizes: Sizes
     ran: Sequence[int] = ()
     restarts: int = 0
+    limit_bytes: int | None = None
     out: str = ""
     say: Callable[[str], object] = print
 
@@ -78,7 +83,7 @@ class RealRun:
             files = write_copies(self.template, size, place.folder)
         command = self.template.command(size, out=self.out, files=files)
         variables = {**os.environ, **self.template.variables(size)}
-        environment = place.environment(variables, notes_exit=self.restarts > 0)
+        environment = place.environment(variables, notes_exit=self.restarts > 0, limit_bytes=self.limit_bytes)
         place.begin()
         try:
             program = ForegroundProgram(command, environment)

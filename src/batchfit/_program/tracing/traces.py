@@ -13,18 +13,21 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar, final
 
 import torch
 
+from batchfit._check.pure.record import TracedRecord
 from batchfit._engine.allocator.footprint import Trace
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.trace import STEPS, unseen
+from batchfit._explain.pure.holders import Peak
 from batchfit._program.command_run import CommandRun
 from batchfit._program.probe_run import check_seen, start_run
 from batchfit._program.pure.template import CommandTemplate
-from batchfit._program.pure.trace_file import read_trace
+from batchfit._program.pure.trace_file import read_record, read_trace
 from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
 from batchfit.errors import ProgramError, UntraceableError
@@ -70,6 +73,7 @@ class ProgramTraces:
     classes: dict[str, str] = field(default_factory=dict)
     _reads: str | None = None  # as JSON
     _trains: bool = True
+    _samples_of_pass: int = 1
     _traces: dict[int, Trace] = field(default_factory=dict)
     _uses: list[SizeUse] = field(default_factory=list)
 
@@ -105,14 +109,7 @@ class ProgramTraces:
     def _traced(self, size: int, limit_s: float | None) -> Trace:
         if self._reads is None:
             self._run_really()
-        record = {
-            "kind": "trace",
-            "gpu": self.gpu.name,
-            "size": size,
-            "limit_s": limit_s,
-            "trains": self._trains,
-        }
-        recorded = self._run(size, STEPS, record, {"reads": self._reads or ""})
+        recorded = self._run(size, STEPS, self._recording(size, limit_s), {"reads": self._reads or ""})
         found, classes = read_trace(recorded.text)
         self.classes = self.classes or classes
         self._note_use(recorded.reports, size, peak_bytes=found.peak_bytes)
@@ -122,6 +119,7 @@ class ProgramTraces:
         """The program as it is, for a few steps of a small size."""
         recorded = self._run(SMALL, STEPS + 1, {"kind": "reads"})
         self._reads, self._trains = recorded.text, not recorded.reports.is_evaluation
+        self._samples_of_pass = max(1, recorded.reports.use(SMALL).samples)
         self._note_use(recorded.reports, SMALL, peak_bytes=None)
         self.samples = json.loads(recorded.text)["samples"]
         if self.samples is not None:
@@ -132,6 +130,26 @@ class ProgramTraces:
         if largest is not None:
             self.samples = self.samples or largest
             raise TooFewSamplesError(largest)
+
+    def recorded_at(self, size: int | None, root: Path) -> TracedRecord:
+        """The record of its peak by lines, files named from `root`; None: at the size that it has."""
+        if self._reads is None:
+            self._run_really()
+        size = self._samples_of_pass if size is None else size
+        record = {**self._recording(size, None), "root": str(root)}
+        recorded = self._run(size, STEPS, record, {"reads": self._reads or ""})
+        found, classes = read_trace(recorded.text)
+        self.classes = self.classes or classes
+        return read_record(recorded.text, Peak.of(found))
+
+    def _recording(self, size: int, limit_s: float | None) -> dict[str, Any]:
+        return {
+            "kind": "trace",
+            "gpu": self.gpu.name,
+            "size": size,
+            "limit_s": limit_s,
+            "trains": self._trains,
+        }
 
     # --- one run
 

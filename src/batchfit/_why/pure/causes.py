@@ -123,7 +123,7 @@ def _long_batch(seen: OomEvidence) -> Iterator[FoundCause]:
         "long batch",
         f"step {long.number} needed {format_bytes(long.grew_bytes)} and more, the steps before it "
         f"{format_bytes(long.typical_bytes)} (x{long.ratio:.1f}){where}",
-        "Cut the batch by its length: batchfit.Microbatcher(model, lengths=...) does so before it runs out. "
+        "Cut the batch by its length: batchfit.Microbatcher(model, lengths=...) does so before the OOM. "
         "Or limit the length, and try the longest samples first.",
     )
 

@@ -35,7 +35,8 @@ def reported(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("ranks"))
-    return values(run_ranks(everything, world_size=request.param, args=(folder,), timeout_s=280))
+    settings: dict[str, Any] = {"timeout_s": 280, "preload": "lightning_fsdp_cases"}
+    return values(run_ranks(everything, world_size=request.param, args=(folder,), **settings))
 
 
 @pytest.mark.parametrize("name", ["oom", "split"])

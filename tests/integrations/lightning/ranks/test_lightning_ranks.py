@@ -95,7 +95,7 @@ def everything(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reported() -> list[dict[str, Any]]:
-    outcomes = run_ranks(everything, world_size=2, timeout_s=150)
+    outcomes = run_ranks(everything, world_size=2, timeout_s=150, preload="lightning_cases")
     assert [one.error for one in outcomes] == [None, None], outcomes
     return [one.value for one in outcomes]
 

@@ -43,7 +43,8 @@ def test_a_capped_run_ends_with_both_phases_cut(find: bool, tmp_path: Path) -> N
         "gradient_accumulation_steps": 1,
         "max_completion_length": 256,
     }
-    ours = adapt(tiny.trainer(tmp_path, model=model, use_cpu=False, max_steps=3, **given), find=find)
+    made = tiny.trainer(tmp_path, model=model, data=tiny.prompts(64), use_cpu=False, max_steps=3, **given)
+    ours = adapt(made, find=find)
     with capped(600 * MIB):
         ours.train()
     assert ours.state.global_step == 3

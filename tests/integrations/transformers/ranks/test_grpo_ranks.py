@@ -22,7 +22,8 @@ import grpo_cases as cases  # noqa: E402
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has to say, of all cases."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    return values(run_ranks(cases.everything, world_size=2, args=(folder,), timeout_s=300))
+    settings: dict[str, Any] = {"timeout_s": 300, "preload": "grpo_cases"}
+    return values(run_ranks(cases.everything, world_size=2, args=(folder,), **settings))
 
 
 @pytest.mark.parametrize("name", cases.CASES)

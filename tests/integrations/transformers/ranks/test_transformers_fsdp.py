@@ -38,8 +38,8 @@ ONCE = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has to say, of all cases."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    outcomes = run_ranks(cases.everything, world_size=request.param, args=(folder,), timeout_s=280)
-    return values(outcomes)
+    settings: dict[str, Any] = {"timeout_s": 280, "preload": "hf_fsdp_cases"}
+    return values(run_ranks(cases.everything, world_size=request.param, args=(folder,), **settings))
 
 
 def near(found: list[float], wanted: torch.Tensor) -> bool:

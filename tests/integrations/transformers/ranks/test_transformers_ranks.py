@@ -25,17 +25,24 @@ from batchfit.integrations.transformers import adapt  # noqa: E402
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank has to say, of all cases."""
+    """What each rank has to say of a search and of a schedule."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    return values(run_ranks(cases.everything, world_size=2, args=(folder,), timeout_s=200))
+    settings: dict[str, Any] = {"timeout_s": 200, "preload": "hf_cases"}
+    return values(run_ranks(cases.find_and_follow, world_size=2, args=(folder,), **settings))
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    """How training with an OOM on one rank ended on each."""
+    return values(run_ranks(cases.train_all, world_size=2, timeout_s=200, preload="hf_cases"))
 
 
 @pytest.mark.parametrize("name", cases.MODELS)
 @pytest.mark.slow
 def test_a_rank_that_is_out_of_memory_tries_again_and_all_end_as_one_process(
-    name: str, tmp_path: Path, answers: list[dict[str, Any]]
+    name: str, tmp_path: Path, trained: list[dict[str, Any]]
 ) -> None:
-    reported = [answer[name] for answer in answers]
+    reported = [answer[name] for answer in trained]
     given = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     model = cases.MODELS[name]()
     one = Trainer(

@@ -20,7 +20,7 @@ def answers() -> list[dict[str, Any]]:
     pytest.importorskip("trl", reason="needs trl")
     import trl_rank_cases as cases
 
-    return values(run_ranks(cases.everything, world_size=2, timeout_s=200))
+    return values(run_ranks(cases.everything, world_size=2, timeout_s=200, preload="trl_rank_cases"))
 
 
 @pytest.mark.slow  # two processes that import TRL

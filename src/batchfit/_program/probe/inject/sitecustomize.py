@@ -17,12 +17,16 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOLDER = os.environ.get("BATCHFIT_PROBE_FOLDER", "")
-_OURS = {name: text for name, text in os.environ.items() if name.startswith("BATCHFIT_PROBE")}
+_NAMES = ("BATCHFIT_PROBE", "BATCHFIT_LIMIT_BYTES")
+_OURS = {name: text for name, text in os.environ.items() if name.startswith(_NAMES)}
+_LIMIT_BYTES = os.environ.get("BATCHFIT_LIMIT_BYTES", "")  # of `batchfit run --budget`, which has no probe
 _EXIT_FILE = os.environ.get("BATCHFIT_EXIT_FILE", "")  # of `batchfit run --restarts`, which has no probe
 
 
 def mark(name: str, text: str = "") -> None:
-    """Leave a small file for the parent."""
+    """Leave a small file for the parent of a probe."""
+    if not _FOLDER:
+        return
     try:
         number = os.open(os.path.join(_FOLDER, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(number, text.encode(errors="replace"))
@@ -73,6 +77,19 @@ def start(_torch: ModuleType) -> None:
         start_probe()
     except Exception as error:  # noqa: BLE001  the program must not fail of its probe; the parent says it
         mark("failed", f"{type(error).__name__}: {error}\n")
+
+
+def limit_memory(_torch: ModuleType) -> None:
+    """Limit the memory of a real run; one that cannot be limited does not run."""
+    try:
+        find_ours()
+        from batchfit._program.probe.limit import MemoryLimit
+
+        MemoryLimit(int(_LIMIT_BYTES))
+    except Exception as error:  # noqa: BLE001  whatever it is, there would be no limit
+        sys.stderr.write(f"batchfit: the budget cannot be kept: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        os._exit(4)
 
 
 def limit_side_effects(module: ModuleType) -> None:
@@ -148,6 +165,8 @@ if _FOLDER and os.path.isdir(_FOLDER):
         trackers = ("torch.utils.tensorboard.writer", "tensorboardX.writer", "huggingface_hub.hf_api")
         after.update(dict.fromkeys(trackers, limit_side_effects))
     sys.meta_path.insert(0, ImportWatch(after))
+elif _LIMIT_BYTES:
+    sys.meta_path.insert(0, ImportWatch({"torch": limit_memory, "subprocess": follow_children}))
 elif _EXIT_FILE:
     atexit.register(note_exit, os.getpid())
 chain()

@@ -1,0 +1,22 @@
+"""What the runs at an answer did not show of a program, in words: they are its first steps, and not all."""
+
+from __future__ import annotations
+
+LATER = "may need more memory"
+
+
+def unseen_of(steps: int, *, whole: bool, evaluation: bool, only_evaluates: bool) -> tuple[str, ...]:
+    """What is to be known of an answer whose runs took so many steps.
+
+    `whole`: the program ended by itself. `evaluation`: passes without gradients of a module that trains were
+    among them. `only_evaluates`: a step is a forward pass.
+    """
+    if whole or not steps:
+        return ()
+    noun = "forward pass" if only_evaluates else "optimizer step"
+    plural = f"{noun}es" if only_evaluates else f"{noun}s"
+    first = f"first {steps} {plural} were" if steps > 1 else f"first {noun} was"
+    said = [f"only the {first} run: a later one {LATER}"]
+    if not (evaluation or only_evaluates):
+        said.append(f"no evaluation was seen: one that comes later {LATER}")
+    return tuple(said)
