@@ -17,8 +17,8 @@ from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.trace import WorkloadTraces
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._plan.layers import Depths
+from batchfit._plan.pure.model_shape import ModelShape
 from batchfit._plan.pure.repetition import NotRepeatedError, Repetition
-from batchfit._plan.pure.shapes import ModelShape
 from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
@@ -73,6 +73,10 @@ class RepeatedTraces:
     @property
     def samples(self) -> int | None:
         return self._plain.samples
+
+    @property
+    def made_of(self) -> str:
+        return self._plain.made_of
 
     @property
     def most_size(self) -> None:

@@ -79,6 +79,10 @@ class TraceSource(Protocol):
         """How many samples there are at most, where that is known."""
 
     @property
+    def made_of(self) -> str:
+        """What batches are made of, where it is not the longest samples of all."""
+
+    @property
     def most_size(self) -> int | None:
         """The largest size that can be traced; lines go on beyond it."""
 
@@ -97,6 +101,7 @@ class WorkloadTraces:
     reach: StepReach
     rules: CudaRules
     changes: tuple[Any, ...] = ()  # contexts of each trace, as `trace` takes them
+    notes: tuple[str, ...] = ()  # what no trace with these changes shows
 
     @property
     def steps(self) -> int:
@@ -112,6 +117,10 @@ class WorkloadTraces:
         return self.reach.workload._samples
 
     @property
+    def made_of(self) -> str:
+        return self.reach.workload._made_of(1)
+
+    @property
     def most_size(self) -> None:
         """A batch is made by repeating samples where there are too few."""
 
@@ -121,7 +130,7 @@ class WorkloadTraces:
         return trace(workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach)
 
     def unseen(self) -> tuple[str, ...]:
-        return tuple(unseen(self.reach.parts))
+        return (*unseen(self.reach.parts), *self.notes)
 
 
 def module_classes(parts: Iterable[Any]) -> dict[str, str]:
