@@ -432,6 +432,7 @@ class ResizableLoader:
         size = self._settings.checked("batch_size", state["batch_size"])
         tokens = self._settings.token_sampler
         if tokens is not None:
+            tokens._check_goes_on(state["tokens"], state["made_with"])
             tokens.seed = state["seed"]
             if tokens._given != state["given_max_tokens"]:  # the user asks for another one
                 size = tokens.max_tokens
