@@ -17,6 +17,7 @@ _EXPORTS = {
     "CosineBatchSizeConfig": "batchfit.schedules",
     "CustomBatchSizeConfig": "batchfit.schedules",
     "ExponentialBatchSizeConfig": "batchfit.schedules",
+    "FirstSamples": "batchfit._engine.batch.first_samples",
     "FitResult": "batchfit.results",
     "GradientNoise": "batchfit._noise.gradient_noise",
     "LargestRun": "batchfit._rerun.run_largest",
@@ -69,6 +70,7 @@ __all__ = [
     "CosineBatchSizeConfig",
     "CustomBatchSizeConfig",
     "ExponentialBatchSizeConfig",
+    "FirstSamples",
     "FitResult",
     "GradientNoise",
     "IncreaseBatchSizeConfig",
@@ -122,6 +124,7 @@ if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
     from batchfit._check.check import check_memory
+    from batchfit._engine.batch.first_samples import FirstSamples
     from batchfit._engine.sharding.ranks import fake_ranks
     from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory

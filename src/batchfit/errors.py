@@ -7,6 +7,7 @@
     ├── SnapshotError         a part of the state could not be restored
     ├── StepInterruptedError  out of memory inside an optimizer step, after something may have moved
     ├── UntraceableError      a step cannot be traced; names the operation and the line
+    ├── ReadOnceError         an iterable dataset can be read once only, so nothing of it can be tried
     ├── TargetError           a target (`file.py:function`) could not be loaded
     ├── ChildDiedError        a child process ended for a reason that is not the batch size
     ├── ChildRaisedError      your code raised in a child process an error that this one does not know
@@ -269,6 +270,26 @@ class UntraceableError(BatchfitError):
         super().__init__(
             f"the step cannot be traced: {operation or 'the step'}{at}: {why.rstrip('.')}. "
             "batchfit find measures instead."
+        )
+
+
+class ReadOnceError(BatchfitError, TypeError):
+    """An iterable dataset can be read once only: what trials read of it would be lost to training.
+
+    Attributes:
+        name: class of the dataset.
+        samples_read: how many samples were read before that showed, and are lost; mostly 0.
+    """
+
+    def __init__(self, name: str, *, samples_read: int = 0) -> None:
+        self.name = name
+        self.samples_read = samples_read
+        lost = f"the {samples_read} samples that were read" if samples_read else "what is read"
+        super().__init__(
+            f"make_batch must be a dataset that can be iterated again, and {name} goes on where it was: "
+            f"{lost} would be missing in training. Pass a list of samples with collate_fn, a callable "
+            f"make_batch(n), or {'make it again, with' if samples_read else 'give it'} an __iter__ that "
+            "begins again"
         )
 
 

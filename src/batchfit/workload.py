@@ -114,7 +114,12 @@ class Workload:
     def _samples(self) -> int | None:
         """How many samples its dataset has; None where it has none, or makes batches without one."""
         source = self._parts.get("source")
-        return len(source) if isinstance(source, Longest) else None
+        return source.samples if isinstance(source, Longest) else None
+
+    def _made_of(self, size: int) -> str:
+        """What batches of that size are made of, where it is not the longest samples of all."""
+        source = self._parts.get("source")
+        return source.made_of if isinstance(source, Longest) else ""
 
     @property
     def _passes(self) -> int:
@@ -183,8 +188,9 @@ def training(
         model: the model to train.
         optimizer: its optimizer; None: a step is forward and backward only.
         loss_fn: `loss_fn(model, batch)` returns the mean loss.
-        make_batch: a callable `make_batch(n)`, a map-style dataset (the longest samples are used), a
-            DataLoader of one, or one example batch, repeated to size.
+        make_batch: a callable `make_batch(n)`, a dataset (the longest samples are used; of an iterable one
+            the longest of its first 1,024, see `FirstSamples`), a DataLoader of one, or one example batch,
+            repeated to size.
         collate_fn: makes a batch of a dataset's samples; default: DataLoader's.
         autocast: a dtype, or a function that makes the context, for forward and loss.
         scaler: the `GradScaler` of the loop.

@@ -24,6 +24,7 @@ Line = Literal["", "solid", "dashed", "dotted", "stairs", "area"]
 _Box = tuple[float, float, float, float]
 Shape = Literal["dot", "ring", "cross", "square", "triangle", "diamond", "none"]
 
+_CAPITAL = 10.5  # pixels of a capital letter in bold
 LETTER = 7.4  # pixels of a letter of 12 pixels, rather too many than too few
 ROW = 15.0
 _TOP, _RIGHT, _BOTTOM = 32.0, 14.0, 38.0
@@ -331,7 +332,7 @@ class _Labels:
 
     def beside(self, *points: tuple[float, float], text: str) -> str:
         """Words about one of some points, the first if it can be; none where there is no room for them."""
-        wide = len(text) * LETTER
+        wide = sum(_CAPITAL if letter.isupper() else LETTER for letter in text)
         spots = []
         for x, y in points:
             spots += [(x - wide - 9, y - 5), (x + 9, y - 5), (x + 9, y + 13), (x - wide - 9, y + 13)]
@@ -349,6 +350,10 @@ class _Labels:
                 self.plan.y.place(mark.low or 0),
             )
             spots.append((floor - top, x, top, floor))
+        begins, ends = min(spot[1] for spot in spots) + wide / 2, max(spot[1] for spot in spots) - wide / 2
+        spots = [
+            (thick, min(max(x, begins), max(begins, ends)), top, floor) for thick, x, top, floor in spots
+        ]
         for thick, x, top, floor in sorted(spots, reverse=True)[:8]:
             near = [spot for spot in spots if abs(spot[1] - x) <= wide / 2]
             top, floor = max(spot[2] for spot in near), min(spot[3] for spot in near)

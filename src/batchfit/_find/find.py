@@ -165,10 +165,11 @@ def _search(driver: SearchDriver, known: Known | None) -> bool:
 def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
     """One result, the same on all ranks; `confirmed` is a stored size that has run again."""
     search, trials, room, runs, ranks = driver.search, driver.trials, driver.room, driver.runs, driver.ranks
-    mine = [time.perf_counter() - driver.begun_s, runs.device.name, runs.samples]
+    made_of = "" if search.best is None else runs.made_of(search.best)
+    mine = [time.perf_counter() - driver.begun_s, runs.device.name, runs.samples, made_of]
     ends = ranks.gather(mine, doing="the end of the search")
-    elapsed_s, device = max(seconds for seconds, _, _ in ends), ends[0][1]
-    samples = min((count for _, _, count in ends if count is not None), default=None)
+    elapsed_s, device, made_of = max(one[0] for one in ends), ends[0][1], ends[0][3]
+    samples = min((one[2] for one in ends if one[2] is not None), default=None)
     ranks.settle()
     if driver.resumed == len(trials) > 0 and ranks.is_main:
         log.info("the search to resume had ended before: nothing was run")
@@ -189,6 +190,7 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         state_bytes=runs.state_bytes if search.best is None else None,
         why=partial(why_nothing_fits, runs, budget_bytes=room.budget_bytes),
         samples=samples,
+        made_of=made_of,
         stored_age_s=None if confirmed is None else confirmed.age_s,
         unseen=None if driver.session.own is None else driver.session.own.unseen,
     )
@@ -207,6 +209,7 @@ def fit_result(
     state_bytes: int | None = None,
     why: Callable[[Trial], Mapping[str, Any]] | None = None,
     samples: int | None = None,
+    made_of: str = "",
     stored_age_s: float | None = None,
     unseen: Callable[[int], tuple[str, ...]] | None = None,
 ) -> FitResult:
@@ -249,6 +252,7 @@ def fit_result(
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
         samples=samples,
+        made_of=made_of,
         from_store=stored_age_s is not None,
         stored_age_s=stored_age_s,
         unseen=() if unseen is None else unseen(search.best),

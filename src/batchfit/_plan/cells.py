@@ -62,6 +62,10 @@ class ChangedTraces:
         return self.plain.samples
 
     @property
+    def made_of(self) -> str:
+        return self.plain.made_of
+
+    @property
     def most_size(self) -> None:
         """As of the plain ones."""
 

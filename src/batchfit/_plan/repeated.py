@@ -75,6 +75,10 @@ class RepeatedTraces:
         return self._plain.samples
 
     @property
+    def made_of(self) -> str:
+        return self._plain.made_of
+
+    @property
     def most_size(self) -> None:
         """A batch on the meta device has any size."""
 

@@ -364,6 +364,8 @@ def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
         notes.append(
             "cuDNN's recurrent layers: their workspaces are known to a tenth only, so 5 % is left free"
         )
+    if made_of := traced.source.made_of:
+        notes.append(f"batches are made of {made_of}: a longer sample needs more")
     return (*notes, *traced.rules.gpu.caveats)
 
 

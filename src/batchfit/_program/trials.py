@@ -127,6 +127,10 @@ class ProgramTrials:
         """How many samples the program's batches have at most, where that was met."""
         return self._samples
 
+    def made_of(self, size: int) -> str:
+        """Nothing to say: the program makes its own batches."""
+        return ""
+
     def unseen(self, size: int) -> tuple[str, ...]:
         """What the run at this size did not show of the program."""
         ran = self._ran.get(size)

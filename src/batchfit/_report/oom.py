@@ -1,4 +1,4 @@
-"""The report's section of a post-mortem: why the memory ran out, its timeline, and who held it."""
+"""The report's section of a post-mortem: why it was out of memory, its timeline, and who held it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_STACK = 12
 
 def oom_sections(name: str, why: OomExplanation, number: int, rows: Rows) -> Iterator[str]:
     """Causes first, then the moment, the timeline, the holders, and what other settings would have done."""
-    yield f"<h2>{escaped(name)}Why the memory ran out</h2>"
+    yield f"<h2>{escaped(name)}Why it was out of memory</h2>"
     if why.causes:
         items = "".join(
             f"<li><b>{escaped(one.name)}</b>: {escaped(one.evidence)}"
@@ -28,7 +28,7 @@ def oom_sections(name: str, why: OomExplanation, number: int, rows: Rows) -> Ite
     columns = ("when it ended", "memory")
     facts = HtmlTable(columns, tuple(memory_facts(why)), words=columns)
     stack = "".join(f"<li><code>{escaped(one)}</code></li>" for one in why.stack[-_MOST_STACK:])
-    below = f'<h3>The request that failed</h3><ul class="list">{stack}</ul>' if stack else ""
+    below = f'<h3 class="next">The request that failed</h3><ol class="stack">{stack}</ol>' if stack else ""
     yield card(table_of(facts), below)
     if why.timeline:
         yield figure(oom_chart(why), _timeline_table(why), name=f"oom-{number}", note=_note(why))

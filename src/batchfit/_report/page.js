@@ -46,7 +46,9 @@
       const at = point.getBoundingClientRect();
       const dx = at.left + at.width / 2 - x, dy = at.top + at.height / 2 - y;
       // What has a shape goes before the vertices of a curve.
-      const far = (dx * dx + dy * dy) * (point.tagName === "circle" ? 2.5 : 1);
+      // Over a timeline the moment counts, not how high the pointer is.
+      const high = svg.dataset.x && point.tagName === "circle" ? dy / 8 : dy;
+      const far = (dx * dx + high * high) * (point.tagName === "circle" ? 2.5 : 1);
       if (far < least && textOf(point)) { least = far; best = point; }
     }
     return best;
@@ -82,6 +84,14 @@
         if (whole) moves.removeAttribute("transform");
         else moves.setAttribute("transform", `translate(${begin - left * scale} 0) scale(${scale} 1)`);
         svg.classList.toggle("zoomed", !whole);
+        // Marks keep their shape, and nothing is drawn beyond the axis.
+        for (const mark of all(moves, "g.pt")) {
+          if (!mark.dataset.whole) mark.dataset.whole = mark.getAttribute("transform");
+          mark.setAttribute("transform", mark.dataset.whole + (whole ? "" : ` scale(${1 / scale} 1)`));
+        }
+        const frame = svg.querySelector("clipPath rect");
+        if (!frame.dataset.whole) frame.dataset.whole = frame.getAttribute("width");
+        frame.setAttribute("width", whole ? frame.dataset.whole : String(end - begin));
         for (const tick of all(svg, ".dim.mid text")) {
           if (!tick.dataset.whole) tick.dataset.whole = tick.textContent;
           const share = (Number(tick.getAttribute("x")) - begin) / (end - begin);

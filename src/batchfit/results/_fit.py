@@ -130,6 +130,8 @@ class FitResult(Result):
             None.
         samples: samples in the workload's dataset, of several ranks in the smallest one; None without a
             dataset.
+        made_of: what the batches of the trials were made of, where it is a part of the data: "the longest of
+            the first 1,024 samples of Stream"; else empty.
         unseen: caveats: what the trials did not show of a program that is run by its command, such as its
             later steps and an evaluation; empty for a workload, and where the program ended by itself.
     """
@@ -152,6 +154,7 @@ class FitResult(Result):
     stored_age_s: float | None = None
     shrunk_from_bytes: int | None = None
     samples: int | None = None
+    made_of: str = ""
     unseen: tuple[str, ...] = ()
 
     @property
@@ -181,6 +184,7 @@ class FitResult(Result):
             f"{self.lasted}; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
             f"{self.resumed}; "
             f"stopped because {self.reason}{few_samples(self.batch_size, self.samples)}"
+            f"{self.made_of and f'; batches of {self.made_of}'}"
             f"{''.join(f'; {one}' for one in self.unseen)}"
         )
 

@@ -18,7 +18,7 @@ from batchfit.results._memory import Holder, Moment
 
 
 class OomCause(Result):
-    """One reason why the memory ran out, with its figures and what to do.
+    """One reason for the OOM, with its figures and what to do.
 
     Attributes:
         name: "other process", "leak", "long batch", "fragmentation", "optimizer state", "optimizer step" or
@@ -51,7 +51,7 @@ class MemoryGrowth(Result):
 
 
 class LastStep(Result):
-    """The step in which the memory ran out, beside the steps before it.
+    """The step of the OOM, beside the steps before it.
 
     Attributes:
         number: its number in the recorded history, from 1.

@@ -35,7 +35,7 @@ def test_json_is_alone_and_the_report_has_the_timeline(tmp_path: Path) -> None:
     assert "because  long batch" in ran.stderr
     text = page.read_text()
     for part in (
-        "Why the memory ran out",
+        "Why it was out of memory",
         "Memory over the recorded history",
         'data-zoom="in"',
         "snapshots_gpu.py:47 batch",

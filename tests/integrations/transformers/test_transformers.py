@@ -632,18 +632,58 @@ def test_the_search_can_be_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert reported[0] > 16
 
 
-def test_an_iterable_dataset_is_not_searched_but_cut(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            data = Tokens()
-            return iter([data[index] for index in range(len(data))])
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """The samples in order; with `reads_once` it goes on where it was."""
 
-    expected = trained(tmp_path, gpt2(), data=Stream(), given={"max_steps": 5})
-    trainer = FaultInStep(gpt2(), arguments(tmp_path, max_steps=5), train_dataset=Stream())
-    trainer.train()
+    def __init__(self, *, reads_once: bool = False) -> None:
+        data = Tokens()
+        self.samples = [data[index] for index in range(len(data))]
+        self.once = iter(self.samples) if reads_once else None
+
+    def __iter__(self) -> Any:
+        return iter(self.samples) if self.once is None else self.once
+
+
+@pytest.mark.parametrize("reads_once", [False, True])
+def test_an_iterable_dataset_is_searched_by_its_first_samples_and_none_is_lost(
+    tmp_path: Path, reads_once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # One epoch: all that a stream that is read once can give.
+    given = {"max_steps": 3, "num_train_epochs": 1}
+    expected = trained(tmp_path, gpt2(), data=Stream(), given=given)
+    how = Options(stream_samples=20)
+    data = Stream(reads_once=reads_once)
+    trainer = FaultInStep(gpt2(), arguments(tmp_path, **given), train_dataset=data, batchfit=how)
+    with caplog.at_level("INFO", logger="batchfit"):
+        trainer.train()
     assert trainer.fired
-    assert trainer.found is None
     assert torch.allclose(parameters_of(trainer.model), expected, atol=1e-12)
+    logged = " ".join(record.getMessage() for record in caplog.records)
+    if reads_once:
+        assert trainer.found is None
+        assert "no search before training, sizes are learned: make_batch must be a dataset" in logged
+    else:
+        assert trainer.found.made_of == "the longest of the first 20 samples of Stream"
+        assert "with the longest of the first 20 samples of Stream" in logged
+
+
+def test_a_stream_that_raises_or_is_empty_ends_before_training(tmp_path: Path) -> None:
+    class Broken(Stream):
+        def __iter__(self) -> Any:
+            yield self.samples[0]
+            raise OSError("connection reset")
+
+    trainer = BatchfitTrainer(gpt2(), arguments(tmp_path, max_steps=3), train_dataset=Broken())
+    with pytest.raises(OSError, match="connection reset") as caught:
+        trainer.train()
+    assert caught.value.__notes__[0] == "batchfit: raised by sample 1 of Broken, read ahead for trials"
+    empty = Stream()
+    empty.samples = []
+    trainer = BatchfitTrainer(gpt2(), arguments(tmp_path, max_steps=3), train_dataset=empty)
+    with pytest.raises(ValueError, match=r"must give at least one sample, and this Stream gave none"):
+        trainer.train()
+    with pytest.raises(ValueError, match="stream_samples must be a positive integer, not 0"):
+        Options(stream_samples=0)
 
 
 # --- loaders of the users' own

@@ -57,6 +57,8 @@ def facts(
     if fit.shrunk_from_bytes is not None:
         gone = format_bytes(fit.shrunk_from_bytes - fit.budget_bytes)
         lines.append(("gone", f"{gone} went to other programs meanwhile; the size is for what is left"))
+    if fit.made_of:
+        lines.append(("batches", fit.made_of))
     lines += [
         ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
         ("stopped", f"because {_reason(fit)}"),

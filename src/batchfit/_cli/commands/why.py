@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def explain_snapshots(
     files: Sequence[Path], flags: FlagValues, delivery: Delivery, *, report: Path | None = None
 ) -> Code:
-    """Read snapshots and say why the memory ran out; the flags are options of `explain_oom`."""
+    """Read snapshots and say why the process was out of memory; the flags are options of `explain_oom`."""
     options = checked_options(WhyOptions, flags, "why")
     delivery.check()
     if report is not None:

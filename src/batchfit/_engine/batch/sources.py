@@ -1,7 +1,8 @@
 """Where batches come from: a callable, a map-style dataset (or a loader of one), or one example batch.
 
 Rules: a source asked for n samples gives n, or raises: a trial with the wrong size would lie. A dataset
-gives its worst case: the n longest samples, around again where there are fewer. An example batch is
+gives its worst case: the n longest samples, around again where there are fewer; an iterable one those of its
+first samples (`_engine/batch/first_samples.py`). An example batch is
 copied to size, never handed out, so a step that writes into its batch leaves the example alone.
 What can be checked of the arguments is checked when the source is made, before any device work.
 Samples that are slow to read are read once (`_engine/batch/sample_cache.py`).
@@ -23,6 +24,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from batchfit._engine.batch.first_samples import READ_OF_A_STREAM, FirstSamples
 from batchfit._engine.batch.readings import CandidateReading
 from batchfit._engine.batch.sample_cache import Samples
 from batchfit._engine.batch.sample_count import BatchReader, BatchReading
@@ -48,7 +50,7 @@ CollateFn = Callable[[list[Any]], Any]
 _ADVICE_ON_LONGER = "pass a callable make_batch(n) to choose them yourself"
 SCAN_LIMIT = 4096  # samples looked at to find the longest ones
 
-_KINDS = "a callable make_batch(n), a map-style dataset, a DataLoader or one example batch"
+_KINDS = "a callable make_batch(n), a dataset, a DataLoader or one example batch"
 
 
 def takes_arguments(function: Callable[..., object], count: int) -> bool:
@@ -79,7 +81,8 @@ def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Bat
         if collate_fn is not None:
             raise TypeError(f"collate_fn must be None with a loader, which has its own, not {collate_fn!r}")
         make_batch, collate_fn = _taken_apart(make_batch)
-    _refuse_streams(make_batch)
+    if _is_stream(make_batch):
+        make_batch = FirstSamples(make_batch, READ_OF_A_STREAM)
     if isinstance(make_batch, Longest | Made | Repeated) and collate_fn is None:
         return make_batch
     if isinstance(make_batch, list) and (collate_fn is not None or _is_dataset(make_batch)):
@@ -143,18 +146,12 @@ def _taken_apart(loader: Any) -> tuple[Any, CollateFn]:
     return loader.dataset, loader.collate_fn
 
 
-def _refuse_streams(make_batch: Any) -> None:
-    """Sources that cannot give the longest samples or a batch of a chosen size, each with its remedy."""
-    if isinstance(make_batch, IterableDataset) or (
-        isinstance(make_batch, Iterable)
-        and not hasattr(make_batch, "__getitem__")
-        and not callable(make_batch)
-    ):
-        raise TypeError(
-            f"make_batch must be {_KINDS}, not a {type(make_batch).__name__}, which can only be read in "
-            "order: pass a list of its samples, make_batch=list(itertools.islice(dataset, 1024)), with "
-            "collate_fn, or a callable make_batch(n)"
-        )
+def _is_stream(make_batch: Any) -> bool:
+    """What can only be read in order."""
+    if isinstance(make_batch, IterableDataset):
+        return True
+    is_iterable = isinstance(make_batch, Iterable) and not hasattr(make_batch, "__getitem__")
+    return is_iterable and not callable(make_batch)
 
 
 def _is_map_style(source: Any) -> bool:
@@ -216,6 +213,20 @@ class Longest:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples there are; None where only the first ones were read."""
+        return None if getattr(self.dataset, "has_more", False) else self._length
+
+    @property
+    def made_of(self) -> str:
+        """Which samples batches are made of, where it is not the longest of all; empty where it is."""
+        if read_of := getattr(self.dataset, "read_of", ""):
+            return f"the longest of {read_of}"
+        if self._length <= SCAN_LIMIT:
+            return ""
+        return f"the longest of {SCAN_LIMIT:,} of the dataset's {self._length:,} samples, evenly spaced"
 
     def lengths(self) -> tuple[int, ...]:
         """Element counts of the samples looked at, longest first: all that their memory depends on."""
@@ -293,12 +304,11 @@ class Longest:
         counts = {index: element_count(self._scanned(index)) for index in indices}
         longest = sorted(indices, key=lambda index: -counts[index])
         self._lengths = tuple(counts[index] for index in longest)
-        if count < self._length and _is_first_rank():
+        more = count < self._length or getattr(self.dataset, "has_more", False)
+        if more and _is_first_rank():
             log.warning(
-                "the longest samples were chosen among %d of the dataset's %d, evenly spaced; "
-                "a longer one may exist: %s",
-                count,
-                self._length,
+                "batches are made of %s; a longer one may exist: %s",
+                self.made_of,
                 getattr(self.dataset, "advice_on_longer", _ADVICE_ON_LONGER),
             )
         return tuple(longest)

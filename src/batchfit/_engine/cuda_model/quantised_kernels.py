@@ -1,7 +1,8 @@
 """What bitsandbytes' kernels for 4-bit and 8-bit weights do on CUDA, by the source of version 0.50.
 
 Rules:
-- Read from its source and not measured on a GPU: a caveat of the answer says so.
+- Read from its source. Products with 4-bit weights were measured on an H200 (benchmarks/stack_gpu.py,
+  plan_gpu.py: within 0.02 %); 8-bit ones were not: a caveat of the answer says so.
 - A product with 4-bit weights makes the whole weight in the dtype of the input first. Its own kernel, which
   does without, is for few tokens; it is counted as if it did not, so the stream is the same at every size.
 - An 8-bit product has no outlier columns here: how many there are depends on the data.

@@ -96,10 +96,11 @@ def caveats_of(part: Any) -> Iterator[str]:
     if not isinstance(part, nn.Module):
         return
     kinds = {type(one) for one in part.modules()}
-    names = sorted(kind.__name__ for kind in kinds if kind.__module__.startswith("bitsandbytes.nn"))
-    if names:
+    names = {kind.__name__ for kind in kinds if kind.__module__.startswith("bitsandbytes.nn")}
+    unmeasured = sorted(names - {"Linear4bit"})
+    if unmeasured:
         yield (
-            f"bitsandbytes' {', '.join(names)}: their kernels' workspaces follow "
+            f"bitsandbytes' {', '.join(unmeasured)}: their kernels' workspaces follow "
             "their source, not measured on a GPU; outlier columns of 8-bit products are not counted"
         )
     made = {type(one).__name__ for one in part.parameters() if is_made_of_tensors(one)}

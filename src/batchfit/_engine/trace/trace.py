@@ -79,6 +79,10 @@ class TraceSource(Protocol):
         """How many samples there are at most, where that is known."""
 
     @property
+    def made_of(self) -> str:
+        """What batches are made of, where it is not the longest samples of all."""
+
+    @property
     def most_size(self) -> int | None:
         """The largest size that can be traced; lines go on beyond it."""
 
@@ -110,6 +114,10 @@ class WorkloadTraces:
     @property
     def samples(self) -> int | None:
         return self.reach.workload._samples
+
+    @property
+    def made_of(self) -> str:
+        return self.reach.workload._made_of(1)
 
     @property
     def most_size(self) -> None:

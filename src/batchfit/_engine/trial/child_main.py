@@ -81,6 +81,7 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
             available_bytes=device.budget_bytes(),
             total_bytes=device.total_bytes(),
             state_elements=count_elements(work.state),
+            made_of=work._made_of(1),
         )
         request = asked.get()
         while "least_bytes" in request:

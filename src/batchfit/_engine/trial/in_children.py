@@ -77,6 +77,7 @@ class ChildDevice:
     available_bytes: int
     whole_bytes: int
     state_elements: int
+    made_of: str = ""
 
     def budget_bytes(self) -> int:
         """Bytes that the program may use."""
@@ -97,7 +98,9 @@ def _device_of(loaded: Message) -> ChildDevice:
     around = active()
     if loaded["device"] == "cpu" and around is not None:  # a virtual memory does not reach into a child
         available, total = min(available, around.limit_bytes), min(total, around.limit_bytes)
-    return ChildDevice(loaded["device"], available, total, loaded["state_elements"])
+    return ChildDevice(
+        loaded["device"], available, total, loaded["state_elements"], made_of=loaded["made_of"]
+    )
 
 
 @final
@@ -170,6 +173,10 @@ class InChildren:
     def samples(self) -> None:
         """Not known: the dataset is in the children."""
         return None
+
+    def made_of(self, size: int) -> str:
+        """What the first child has said of its batches."""
+        return self.device.made_of
 
     def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Do nothing: a child whose peer failed is ended, so no rank waits in a collective."""

@@ -98,6 +98,10 @@ class InProcess:
         """How many samples the workload's dataset has; None where that is not known."""
         return self.work._samples
 
+    def made_of(self, size: int) -> str:
+        """What batches of that size are made of, where that is not plain; empty where it is."""
+        return self.work._made_of(size)
+
     def reachable_bytes(self, least_bytes: int) -> int:
         """Bytes that a trial may use now. No child has just ended, so nothing is awaited."""
         return self.device.budget_bytes()

@@ -105,6 +105,9 @@ class TrialRunner(Protocol):
     def samples(self) -> int | None:
         """How many samples the workload's dataset has; None where that is not known."""
 
+    def made_of(self, size: int) -> str:
+        """What batches of that size are made of, where that is not plain; empty where it is."""
+
     def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Record which collectives a step issues, at a few small sizes, on all ranks together."""
 

@@ -70,6 +70,7 @@ class ProgramTraces:
     on_run: Callable[[str, int], object] | None = None  # what for, and the size
     samples: int | None = None  # of its dataset
     most_size: int | None = None  # that can be traced
+    made_of: str = ""  # the program makes its own batches
     classes: dict[str, str] = field(default_factory=dict)
     _reads: str | None = None  # as JSON
     _trains: bool = True

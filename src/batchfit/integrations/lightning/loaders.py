@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +30,6 @@ from batchfit.integrations.lightning.framework import (
     same_random_numbers,
 )
 from batchfit.workload import batches
-
-_READ_OF_A_STREAM = 1024  # samples of an iterable dataset that trials are made of
 
 
 def requested(trainer: Any, loop: Any) -> tuple[Any, str | None]:
@@ -219,8 +216,7 @@ def source_of(loader: Any) -> Callable[[int], Any]:
             f"{type(loader).__name__}: BatchSizeFinder(make_batch=...), a callable make_batch(n)"
         )
     if isinstance(dataset, IterableDataset):
-        samples = list(itertools.islice(iter(dataset), _READ_OF_A_STREAM))
-        return batches(samples, collate_fn=collate)
+        return batches(batchfit.FirstSamples(dataset), collate_fn=collate)
     return batches(dataset, collate_fn=collate)
 
 

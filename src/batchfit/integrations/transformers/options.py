@@ -45,6 +45,8 @@ class Options:
         state: what else a step changes (a list of metrics), to be restored after the search.
         record_oom: a file for the memory snapshot of an OOM that ends the training, for `batchfit why`; off
             by default.
+        stream_samples: how many samples of an iterable dataset are read for the search, which runs the
+            longest of them; the dataset is iterated again for training.
         search: more keywords for `batchfit.find_batch_size`. `{"soak_steps": 25}` makes the size found
             survive 25 steps (stability check); by default it need not, since a later OOM costs one retry.
     """
@@ -60,6 +62,7 @@ class Options:
     compared: Literal["error", "warn", "ignore"] = "error"
     state: Sequence[object] = ()
     record_oom: str | Path | None = None
+    stream_samples: int = 1024
     search: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,6 +72,8 @@ class Options:
             raise TypeError(f"weight must be a callable weight(micro) or None, not {self.weight!r}")
         if self.record_oom is not None and not isinstance(self.record_oom, str | Path):
             raise TypeError(f"record_oom must be a file or None, not {self.record_oom!r}")
+        if type(self.stream_samples) is not int or self.stream_samples < 1:
+            raise ValueError(f"stream_samples must be a positive integer, not {self.stream_samples!r}")
         if self.sync not in ("safe", "overlap"):
             raise ValueError(f"sync must be one of 'safe', 'overlap', not {self.sync!r}")
         if not isinstance(self.search, Mapping):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import batchfit
+from batchfit.errors import ReadOnceError
 from batchfit.integrations.transformers.comparing import compared_loss, run_compared
 from batchfit.integrations.transformers.losses import count_labels, opened, rows_of, shifts_labels
 from batchfit.integrations.transformers.probing import same_random_numbers
@@ -33,9 +34,17 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
     """Search, and keep the result in the trainer's `TrainerRun`."""
     run, args = trainer._batchfit, trainer.args
     dataset = getattr(loader, "dataset", None)
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        log.info("no search before training: an iterable dataset has no longest samples; sizes are learned")
+    if dataset is None:
+        log.info("no search before training: the loader has no dataset; sizes are learned")
         return
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        try:
+            dataset = batchfit.FirstSamples(dataset, run.options.stream_samples)
+        except ReadOnceError as error:
+            if error.samples_read:
+                raise
+            log.info("no search before training, sizes are learned: %s", error)
+            return
     samples = _Samples(dataset)
     collate = run.collate_fn or loader.collate_fn  # which removes columns that the model does not take, too
     found = search_batches(trainer, samples, collate, _largest(trainer))
@@ -91,8 +100,10 @@ def _log_found(trainer: Any) -> None:
     run = trainer._batchfit
     run.logs.append({"microbatch_size": run.microbatch_size, "find_s": round(run.fit.elapsed_s, 3)})
     if trainer.is_world_process_zero():
+        made_of = f", with {run.fit.made_of}" if run.fit.made_of else ""
         log.info(
-            "microbatches of up to %d samples fit, found in %.1f s", run.microbatch_size, run.fit.elapsed_s
+            "microbatches of up to %d samples fit, found in %.1f s%s",
+            *(run.microbatch_size, run.fit.elapsed_s, made_of),
         )
 
 
@@ -168,6 +179,16 @@ class _Samples(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+
+    @property
+    def read_of(self) -> str:
+        """What was read of a stream; empty for a dataset that has all its samples."""
+        return getattr(self._dataset, "read_of", "")
+
+    @property
+    def has_more(self) -> bool:
+        """Whether it is a stream that goes on after these samples."""
+        return getattr(self._dataset, "has_more", False)
 
     def __len__(self) -> int:
         return len(self._dataset)
