@@ -19,8 +19,8 @@ from batchfit._engine.sharding.sharding import changes_for
 from batchfit._engine.trace.trace import WorkloadTraces
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._plan.layers import Depths
+from batchfit._plan.pure.model_shape import ModelShape
 from batchfit._plan.pure.repetition import NotRepeatedError, Repetition
-from batchfit._plan.pure.shapes import ModelShape
 from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")

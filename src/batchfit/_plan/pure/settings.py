@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from batchfit._plan.pure.shapes import Task
+from batchfit._plan.pure.model_shape import Task
 
 Method = Literal["full", "lora", "qlora"]
 Weights = Literal["fp32", "bf16"]
@@ -92,6 +92,16 @@ _OTHERS = (
     Setting(method="lora"),
     Setting(method="lora", checkpointing="all"),
 )
+_DIFFUSION = (
+    Setting(weights="fp32"),
+    Setting(weights="fp32", checkpointing="all"),
+    Setting(),
+    Setting(checkpointing="all"),
+    Setting(checkpointing="all", optimizer="adamw8bit"),
+    Setting(method="lora"),
+    Setting(method="lora", checkpointing="all"),
+    Setting(method="qlora", checkpointing="all"),
+)
 # For several GPUs, beside the rows above: those are DDP.
 _SHARDED = (
     Setting(weights="fp32", shards="fsdp2"),
@@ -101,13 +111,24 @@ _SHARDED = (
 _CONVOLUTIONS = (Setting(weights="fp32"), Setting(weights="fp32", optimizer="sgd"), Setting())
 
 
+def is_confirmed(setting: Setting, task: Task) -> bool:
+    """Whether peaks of such rows were compared with real training on a GPU (an H200).
+
+    In `benchmarks/results`: `plan_h200_202611.md` has those of language models, `prediction_h200_202611.md`
+    autocast with AdamW of others. Diffusion models were not compared.
+    """
+    if task == "causal":
+        return setting in _CAUSAL
+    return task != "diffusion" and setting == Setting(weights="fp32")
+
+
 def settings_for(
     task: Task, *, model_type: str = "", methods: tuple[Method, ...] = METHODS, several: bool = False
 ) -> list[Setting]:
     """The rows of a model: every setting of these methods that it can be trained with, on one GPU or more."""
-    rows: tuple[Setting, ...] = (
-        _CAUSAL if task == "causal" else _CONVOLUTIONS if model_type == "resnet" else _OTHERS
-    )
+    rows: tuple[Setting, ...] = {"causal": _CAUSAL, "diffusion": _DIFFUSION}.get(task, _OTHERS)
+    if model_type == "resnet":
+        rows = _CONVOLUTIONS
     if several:
         rows += _SHARDED if model_type != "resnet" else _SHARDED[:1]
     return [one for one in rows if one.method in methods]
