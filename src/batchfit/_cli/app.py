@@ -250,6 +250,13 @@ def plan(
             help="Show what to paste for each GPU: transformers, trl, lightning or torchtune.",
         ),
     ] = None,
+    apply: Annotated[
+        bool,
+        typer.Option(
+            "--apply",
+            help="On a machine with that GPU: run find and profile with a workload as it is, and compare.",
+        ),
+    ] = False,
     json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
     report: Annotated[
@@ -270,7 +277,7 @@ def plan(
 
     delivery = Delivery(as_json=json, output=output, report=report)
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
-    end(lambda: plan_target(call, paste))
+    end(lambda: plan_target(call, paste, apply=apply))
 
 
 @app.command(cls=TargetCommand, help=CHECK_HELP)
