@@ -22,6 +22,10 @@ from batchfit.results import Plan, PlanRun
 from batchfit.workload import Workload
 
 CPU: Final = "cpu"
+_ON_CPU: Final = (
+    "run on a CPU under virtual memory, without cuBLAS' workspaces and with other kernels: it is planned for a "
+    "GPU, and only that says what is true there"
+)
 _SAME_MEMORY: Final = 0.06  # what a driver and a context take differs
 
 
@@ -63,8 +67,10 @@ def applied(workload: Workload, plan: Plan, options: PlanOptions) -> Plan:
     fit = find_batch_size(workload, budget=budget)
     profile = profile_throughput(workload, budget=budget, largest=fit.batch_size, diagnose=False)
     best = next((one for one in profile.points if one.size == profile.recommended), profile.best)
+    caveats = (_ON_CPU,) if column.gpu.name == CPU else ()
     return plan.model_copy(
         update={
+            "unseen": (*plan.unseen, *caveats),
             "run": PlanRun(
                 setting=row.setting,
                 gpu=column.gpu.name,
@@ -75,6 +81,6 @@ def applied(workload: Workload, plan: Plan, options: PlanOptions) -> Plan:
                 peak_bytes=fit.peak_bytes,
                 fastest=profile.recommended,
                 samples_per_s=best.samples_per_s,
-            )
+            ),
         }
     )

@@ -128,8 +128,8 @@ def caveats_of(shape: ModelShape) -> Iterator[str]:
         )
     if any("experts" in name for name in shape.config):
         yield (
-            "a mixture of experts: those of a layer are one tensor, no nn.Linear, so QLoRA's rows have them in "
-            "bf16, as bitsandbytes leaves them"
+            "a mixture of experts: those of a layer are one tensor, no nn.Linear, so rows of QLoRA have them "
+            "in bf16, as bitsandbytes does"
         )
 
 

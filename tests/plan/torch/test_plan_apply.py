@@ -48,7 +48,8 @@ def test_on_a_cpu_the_plan_is_beside_what_was_found(program: str, tmp_path: Path
     assert (run.setting, run.gpu) == ("as it is", "cpu")
     assert run.planned_batch_size == plan.rows[0].cells[0].batch_size > 0
     assert run.peak_bytes is not None
-    assert run.planned_batch_size < run.batch_size < 4 * run.planned_batch_size  # no cuBLAS on a CPU
+    assert run.planned_batch_size < run.batch_size  # no cuBLAS on a CPU
+    assert any("without cuBLAS" in note for note in plan.unseen)
     assert run.peak_bytes <= 112 * 2**20
     assert 1 <= run.fastest <= run.batch_size
     assert run.samples_per_s > 0
