@@ -23,8 +23,8 @@ from batchfit.workload import Workload
 
 CPU: Final = "cpu"
 _ON_CPU: Final = (
-    "run on a CPU under virtual memory, without cuBLAS' workspaces and with other kernels: it is planned for a "
-    "GPU, and only that says what is true there"
+    "run on a CPU under virtual memory, without cuBLAS' workspaces and with other kernels: only a GPU says "
+    "what is true there"
 )
 _SAME_MEMORY: Final = 0.06  # what a driver and a context take differs
 
