@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 import batchfit
+from batchfit._engine.sharding.sharding import changes_for
 from batchfit._engine.trace.trace import WorkloadTraces
-from batchfit._engine.workload.reachable import reach_of
+from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._plan.cache import CellCache
 from batchfit._plan.cells import ChangedTraces, bucket_bytes, cells_of
 from batchfit._plan.flops import flops_per_sample
@@ -34,6 +35,7 @@ from batchfit._plan.pure.speed import Cell
 from batchfit._plan.pure.table import RowCells, table_of
 from batchfit._plan.remedy import cheapest_change
 from batchfit._plan.repeated import DepthReaches, RepeatedTraces
+from batchfit._plan.sharded import by_count, ranks_of
 from batchfit._plan.workloads import InapplicableError, own_changes, workload_of
 from batchfit.errors import UntraceableError
 from batchfit.results import Plan, PlanRow
@@ -172,7 +174,8 @@ class _Model:
         def confirms(setting: Setting) -> bool:
             return is_confirmed(setting, self.shape.task) and not any(caveats_of(self.shape))
 
-        for one in settings_for(self.shape.task, model_type=kind, methods=wanted):
+        several = any(column.count > 1 for column in self.options.columns)
+        for one in settings_for(self.shape.task, model_type=kind, methods=wanted, several=several):
             lacking = _lacking(one)
             if lacking:
                 missing.setdefault(" ".join(lacking), []).append(one.name)
@@ -191,15 +194,20 @@ class _Model:
         column = self.options.columns[at]
 
         def cell_of(setting: Setting, length: int) -> Cell:
+            setting = setting if column.count > 1 else replace(setting, shards="")
             key = [self._key(setting, column), length]
             kept = self._cache.get(key)
             if kept is None:
                 reaches = self._reaches(setting, length)
-                source = partial(RepeatedTraces, reaches)
-                beside = int(reaches.counted(bucket_bytes))
-                found, _ = cells_of(
-                    source, [column], margin=self.options.margin, flops_per_sample=0.0, bucket_bytes=beside
-                )
+                beside = 0 if setting.shards else int(reaches.counted(bucket_bytes))
+                with ranks_of(setting.shards, column.count) as layout:
+                    found, _ = cells_of(
+                        partial(RepeatedTraces, reaches, layout=layout),
+                        [column],
+                        margin=self.options.margin,
+                        flops_per_sample=0.0,
+                        bucket_bytes=beside,
+                    )
                 kept = found[0]
                 self._cache.put(key, kept)
             return kept
@@ -221,32 +229,47 @@ class _Model:
         ]
 
     def _cells(self, setting: Setting) -> tuple[dict[int, Cell], tuple[str, ...]]:
-        columns = self.options.columns
+        found: dict[int, Cell] = {}
+        notes: dict[str, None] = {}
+        for count, places in by_count(self.options.columns, apart=bool(setting.shards)).items():
+            # A single GPU has nobody to share the model with.
+            made, more = self._cells_of(setting if count > 1 else replace(setting, shards=""), places, count)
+            found |= made
+            notes |= dict.fromkeys(more)
+        return found, tuple(notes)
+
+    def _cells_of(
+        self, setting: Setting, places: list[int], ranks: int
+    ) -> tuple[dict[int, Cell], tuple[str, ...]]:
+        """The cells of some columns, by their index; sharded ones are of that many ranks."""
+        columns = [self.options.columns[at] for at in places]
         keys = [self._key(setting, one) for one in columns]
         kept = {at: self._cache.get(key) for at, key in enumerate(keys)}
         left = [at for at, cell in kept.items() if cell is None]
-        found = {at: cell for at, cell in kept.items() if cell is not None}
+        found = {places[at]: cell for at, cell in kept.items() if cell is not None}
         if not left:
             return found, self._cache.notes_of(keys[0])
         self.traced += 1
         reaches = self._reaches(setting)
-        made, notes = cells_of(
-            partial(RepeatedTraces, reaches),
-            [columns[at] for at in left],
-            margin=self.options.margin,
-            flops_per_sample=self._flops_of(setting, reaches),
-            bucket_bytes=int(reaches.counted(bucket_bytes)),
-        )
+        with ranks_of(setting.shards, ranks) as layout:
+            made, notes = cells_of(
+                partial(RepeatedTraces, reaches, layout=layout),
+                [columns[at] for at in left],
+                margin=self.options.margin,
+                flops_per_sample=self._flops_of(setting, reaches),
+                bucket_bytes=0 if setting.shards else int(reaches.counted(bucket_bytes)),
+            )
         for place, cell in made.items():
             self._cache.put(keys[left[place]], cell, notes)
-            found[left[place]] = cell
+            found[places[left[place]]] = cell
         return found, notes
 
     def _key(self, setting: Setting, column: PlanGpu) -> list[Any]:
         gpu = column.gpu
         kernels = [gpu.capability, gpu.multiprocessors, gpu.usable_bytes]
         packages = [_version(name) for name in setting.needs]
-        return [asdict(setting), kernels, column.count > 1, self.options.margin, packages]
+        ranks = column.count if setting.shards else column.count > 1
+        return [asdict(setting), kernels, ranks, self.options.margin, packages]
 
     def _flops_of(self, setting: Setting, reaches: DepthReaches) -> float:
         """Counted once for settings that compute the same; 4-bit weights are unpacked, then as in LoRA."""
@@ -291,16 +314,32 @@ class _Given:
         for name, how, contexts in own_changes(reach, self.options.columns[0].gpu):
             options: dict[str, str | int] = {"how": how} if how else {}
             yield _Row(name, "as it is", options, lambda contexts=contexts: self._cells(reach, contexts))  # type: ignore[misc]
+        if any(column.count > 1 for column in self.options.columns):
+            how = "for each block: fully_shard(block); then fully_shard(model), and the optimizer after that"
+            yield _Row("FSDP2", "as it is", {"how": how}, lambda: self._sharded(reach))
 
-    def _cells(self, reach: Any, contexts: tuple[Any, ...]) -> tuple[dict[int, Cell], tuple[str, ...]]:
+    def _cells(
+        self, reach: StepReach, contexts: tuple[Any, ...], columns: Sequence[PlanGpu] | None = None
+    ) -> tuple[dict[int, Cell], tuple[str, ...]]:
         self.traced += 1
         return cells_of(
             lambda rules: ChangedTraces(WorkloadTraces(reach, rules), contexts),
-            self.options.columns,
+            self.options.columns if columns is None else columns,
             margin=self.options.margin,
             flops_per_sample=0.0,
-            bucket_bytes=bucket_bytes(reach),
+            bucket_bytes=0 if contexts and columns is not None else bucket_bytes(reach),
         )
+
+    def _sharded(self, reach: StepReach) -> tuple[dict[int, Cell], tuple[str, ...]]:
+        found: dict[int, Cell] = {}
+        notes: dict[str, None] = {}
+        for count, places in by_count(self.options.columns, apart=True).items():
+            with ranks_of("fsdp2", count) as layout:
+                changes = () if layout is None else changes_for(reach, layout)
+                made, more = self._cells(reach, changes, [self.options.columns[at] for at in places])
+            found |= {places[at]: cell for at, cell in made.items()}
+            notes |= dict.fromkeys(more)
+        return found, tuple(notes)
 
     def remedy(self, at: int, rows: Sequence[PlanRow]) -> str:
         """What the table says: every change that may help is a row already."""
@@ -314,8 +353,8 @@ def _of_columns(columns: Sequence[PlanGpu]) -> Iterator[str]:
     """What holds for some of the GPUs whatever the setting."""
     if any(one.count > 1 for one in columns):
         yield (
-            "several GPUs: DDP, with its gradient buckets; the time to exchange gradients is not in the "
-            "speeds, and FSDP2 is not planned"
+            "several GPUs: DDP with its gradient buckets, or FSDP2 where a row says so, both never confirmed "
+            "on GPUs; the time to exchange gradients and weights is not in the speeds"
         )
     old = [one.gpu.name for one in columns if one.gpu.capability < _HAS_BF16]
     if old:

@@ -17,6 +17,7 @@ Weights = Literal["fp32", "bf16"]
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "half", "all"]
 Loss = Literal["whole", "chunked"]
+Shards = Literal["", "fsdp2"]  # how several GPUs share the model; "" is DDP
 
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 TRAINERS = ("transformers", "trl", "lightning", "torchtune")  # whose arguments can be pasted
@@ -39,6 +40,7 @@ class Setting:
     checkpointing: Checkpointing = "none"
     loss: Loss = "whole"
     rank: int = 16
+    shards: Shards = ""
 
     @property
     def name(self) -> str:
@@ -48,6 +50,7 @@ class Setting:
         parts = [method, weights.get(self.method, "bf16"), _OPTIMIZER_NAMES[self.optimizer]]
         parts += [_CHECKPOINT_NAMES[self.checkpointing]] if self.checkpointing != "none" else []
         parts += ["chunked loss"] if self.loss == "chunked" else []
+        parts += ["FSDP2"] if self.shards else []
         return ", ".join(parts)
 
     @property
@@ -99,6 +102,12 @@ _DIFFUSION = (
     Setting(method="lora", checkpointing="all"),
     Setting(method="qlora", checkpointing="all"),
 )
+# For several GPUs, beside the rows above: those are DDP.
+_SHARDED = (
+    Setting(weights="fp32", shards="fsdp2"),
+    Setting(shards="fsdp2"),
+    Setting(checkpointing="all", shards="fsdp2"),
+)
 _CONVOLUTIONS = (Setting(weights="fp32"), Setting(weights="fp32", optimizer="sgd"), Setting())
 
 
@@ -113,9 +122,13 @@ def is_confirmed(setting: Setting, task: Task) -> bool:
     return task != "diffusion" and setting == Setting(weights="fp32")
 
 
-def settings_for(task: Task, *, model_type: str = "", methods: tuple[Method, ...] = METHODS) -> list[Setting]:
-    """The rows of a model: every setting of these methods that it can be trained with."""
+def settings_for(
+    task: Task, *, model_type: str = "", methods: tuple[Method, ...] = METHODS, several: bool = False
+) -> list[Setting]:
+    """The rows of a model: every setting of these methods that it can be trained with, on one GPU or more."""
     rows: tuple[Setting, ...] = {"causal": _CAUSAL, "diffusion": _DIFFUSION}.get(task, _OTHERS)
     if model_type == "resnet":
         rows = _CONVOLUTIONS
+    if several:
+        rows += _SHARDED if model_type != "resnet" else _SHARDED[:1]
     return [one for one in rows if one.method in methods]
