@@ -153,6 +153,7 @@ class ResizableLoader:
         )
         self.dataset = dataset
         self.sampler = sampler
+        self.batch_sampler = batch_sampler
         self.defer = defer
         self.num_workers = num_workers
         self._seed = whole(seed, name="seed")

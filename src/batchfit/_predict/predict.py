@@ -25,6 +25,7 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
+from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.device import oom
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
@@ -125,6 +126,7 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
     target, max_size, calibrate = options.target, options.max_size, options.calibrate
+    check_by_samples(work._source, "predict_batch_size")
     reach = reach_of(work)
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
