@@ -14,9 +14,10 @@ TUNED  := $(TUNE)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Files of tests at a time, one more than there are cores (some wait for processes of their own); the tests of
 # a file stay in one process, in order.
-JOBS   ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 1 : 8)))
+CORES  := $(shell getconf _NPROCESSORS_ONLN)
+JOBS   ?= $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
 ALONE  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore=tests/integrations/torchtune
-PYTEST := $(ALONE) -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST  = $(ALONE) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What no test may be skipped for in .venv; in .venv-torchtune that is torchtune.
 export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,ray,peft,bitsandbytes,torchao,trl,diffusers,sentence_transformers,gloo,matplotlib,hatchling
 TUNED_PYTEST := BATCHFIT_REQUIRE=torchtune OMP_NUM_THREADS=1 $(TUNE)/bin/python -m pytest -q \
@@ -70,6 +71,9 @@ check: $(STAMP)  ## ruff and mypy
 
 test-pure: $(STAMP)  ## the tests of pure code, with torch blocked
 	BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=same tests/*/pure
+
+# Of all files many wait, and two more than there are cores are soon started beside minutes of tests.
+test-torch test-all: JOBS = $(shell echo $$(($(CORES) < 7 ? $(CORES) + 2 : 8)))
 
 test-torch: $(STAMP)  ## the other tests
 	$(PYTEST) --hypothesis-profile=same -m 'not slow' --ignore-glob='*/pure' tests

@@ -83,7 +83,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 class _Frozen:
     """Whether objects are frozen, by the last call: `gc.get_freeze_count` walks over a million of them."""
 
-    now = gc.get_freeze_count() > 0
+    count = gc.get_freeze_count
+    now = count() > 0
     freeze, unfreeze = gc.freeze, gc.unfreeze
 
     @classmethod
@@ -93,6 +94,8 @@ class _Frozen:
 
 
 gc.freeze, gc.unfreeze = partial(_Frozen.note, True), partial(_Frozen.note, False)
+gc.get_freeze_count = lambda: int(_Frozen.now)
+count_frozen = _Frozen.count
 
 
 @pytest.fixture(autouse=True)

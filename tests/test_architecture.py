@@ -43,8 +43,8 @@ LEVELS = (
     {"_explain", "_rerun", "_engine.optimizer_step", "integrations"},
     {"_predict", "_microbatch"},
     {"_find"},
-    {"_check", "_plan", "_profile", "_sweep"},
-    {"_program"},
+    {"_check", "_profile", "_sweep"},
+    {"_plan", "_program"},
     {"_cli"},
     {"__main__"},
 )
@@ -65,6 +65,7 @@ THIRD_PARTY = {
     "rich": {"_cli"},
     "matplotlib": {"_cli"},
     "transformers": {"_plan", "integrations"},
+    "diffusers": {"_plan"},
     "accelerate": {"integrations"},
     "torchtune": {"integrations"},
     "omegaconf": {"integrations"},

@@ -209,11 +209,16 @@ def test_tests_that_changed_since_are_counted_apart(tmp_path: Path) -> None:
     about = {"source": "abcdef", "date": "2026-11-20", "limits": [], "libraries": {"transformers": "5.23.0"}}
     failed = [{"test": "tests.why.test_why::test_one", "why": "x"}]
     done = {"torch": {"passed": 40, "failed": failed, "skipped": {"needs trl": 7}, "seconds": 120}}
-    after = versions.run_changed(before, about, done, 3)
+    every = {"pure": ["tests/why/pure/test_a.py"], "torch": ["tests/why/test_b.py", "tests/test_c.py"]}
+    asked = versions.within(every, ["tests/why"])
+    assert asked == {"pure": ["tests/why/pure/test_a.py"], "torch": ["tests/why/test_b.py"]}
+    assert versions.within(every, []) == every
+    assert versions.within(every, ["tests/test_c.py"]) == {"torch": ["tests/test_c.py"]}
+    after = versions.run_changed(before, about, done, asked=asked, every=every)
     assert (after["source"], after["parts"]) == (before["source"], before["parts"])
     page = versions_page.page({"2.15": after})
     assert "| 2.15 | 4 | 0 | 6 | nothing |" in page
-    assert "| 2.15, changed | 40 | 1 | 7 | 3 files of tests, new or changed since: also there |" in page
+    assert "| 2.15, changed | 40 | 1 | 7 | 2 of 3 files of tests that are new or changed since |" in page
     assert "| 2.15.0 | 2026-11-18 | 0123456789 | 3.11.7 | 2 cores, no GPU | 2 min |" in page
     assert "| 2.15.0, changed | 2026-11-20 | abcdef | 3.11.7 | 2 cores, no GPU | 2 min |" in page
     assert "| needs trl |  | 7 |" in page

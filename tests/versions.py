@@ -4,6 +4,7 @@
     python tests/versions.py run --torch 2.15     # one of them, whether it has a result or not
     python tests/versions.py run --torch 2.15 --failed          # only the tests that failed there
     python tests/versions.py run --torch 2.15 --changed         # only tests that changed since its run
+    python tests/versions.py run --torch 2.15 --changed tests/why # only some of these: the page says so
     python tests/versions.py run --torch 2.15 --environment DIR # in an environment that is there already
     python tests/versions.py ended --torch 2.15                 # of a run that was cut off: parts that ended
     python tests/versions.py add REPORT.xml --doctor doctor.json --commit C --machine "one H200"
@@ -107,7 +108,7 @@ OLDEST = {
 BESIDE_OLDEST = {"pytorch-lightning": "2.5.0", "pyarrow": "21.0.0", "pyparsing": "3.1.0"}
 ROWS = (
     Row("2.6.0", OLDEST | BESIDE_OLDEST | TORCHTUNE, without=STACK),
-    Row("2.8.0"),
+    Row("2.8.0", {"torchao": "0.17.0"}),  # 0.18 cannot be imported beside it, nor then what imports it
     Row("2.11.0"),
     Row("2.12.1"),
     Row("2.15.0"),
@@ -278,11 +279,20 @@ def described(said: Results, beside: Mapping[str, str] | None = None) -> Results
     }
 
 
-def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, only: str | None) -> Results:
+def run_row(
+    row: Row,
+    *,
+    processes: int,
+    keep: bool,
+    environment: Path | None,
+    only: str | None,
+    folders: Sequence[str] = (),
+) -> Results:
     """All tests beside that torch, or only some: those that failed in its stored run, or changed since."""
     commit, folder = revision(), FOLDER / row.name
     before = stored()[row.name] if only else NOTHING
-    asked = changed_since(before["source"]) if only == "changed" else {}
+    every = changed_since(before["source"]) if only == "changed" else {}
+    asked = within(every, folders)
     for other in FOLDER.iterdir() if FOLDER.exists() and environment is None else ():
         if other != folder:
             shutil.rmtree(other)
@@ -315,7 +325,7 @@ def run_row(row: Row, *, processes: int, keep: bool, environment: Path | None, o
     if only == "failed":
         return run_again(before, about, done, left_out)
     if only == "changed":
-        return run_changed(before, about, done, sum(map(len, asked.values())))
+        return run_changed(before, about, done, asked=asked, every=every)
     return {**about, "parts": done}
 
 
@@ -379,6 +389,16 @@ def changed_since(commit: str) -> dict[str, list[str]]:
     return {name: ours for name, ours in found.items() if ours}
 
 
+def within(asked: Mapping[str, Sequence[str]], folders: Sequence[str]) -> dict[str, list[str]]:
+    """The files in those folders; all of them where none is named."""
+    roots = [Path(folder) for folder in folders] or [Path("tests")]
+    found = {
+        part: [file for file in files if any(Path(file).is_relative_to(root) for root in roots)]
+        for part, files in asked.items()
+    }
+    return {part: files for part, files in found.items() if files}
+
+
 def run_failed(
     run: Callable[..., Results], before: Mapping[str, Results], *, venv: Path, source: Path
 ) -> tuple[dict[str, Results], list[str]]:
@@ -425,9 +445,17 @@ def run_again(
     }
 
 
-def run_changed(before: Results, about: Results, done: dict[str, Results], files: int) -> Results:
+def run_changed(
+    before: Results,
+    about: Results,
+    done: dict[str, Results],
+    *,
+    asked: Mapping[str, Sequence[str]],
+    every: Mapping[str, Sequence[str]],
+) -> Results:
     """A stored result with the tests that changed since, on a later commit: counts of their own."""
-    later = {"source": about["source"], "date": about["date"], "files": files, "parts": done}
+    files = {"files": sum(map(len, asked.values())), "of": sum(map(len, every.values()))}
+    later = {"source": about["source"], "date": about["date"], **files, "parts": done}
     return {**before, **{name: about[name] for name in ("limits", "libraries")}, "changed": later}
 
 
@@ -501,13 +529,18 @@ def run(given: argparse.Namespace) -> int:
     if given.environment is not None and len(rows) != 1:
         raise SystemExit("--environment needs --torch with one version")
     missing = [row.name for row in rows if row.name not in stored()]
-    only = "failed" if given.failed else "changed" if given.changed else None
+    only = "failed" if given.failed else None if given.changed is None else "changed"
     if only and missing:
         raise SystemExit(f"--{only} needs a stored result, and torch {missing[0]} has none")
     wrong = 0
     for row in rows:
         result = run_row(
-            row, processes=given.processes, keep=given.keep, environment=given.environment, only=only
+            row,
+            processes=given.processes,
+            keep=given.keep,
+            environment=given.environment,
+            only=only,
+            folders=given.changed or (),
         )
         store(row.name, result)
         page()
@@ -528,7 +561,10 @@ def parser() -> argparse.ArgumentParser:
     some = running.add_mutually_exclusive_group()
     some.add_argument("--failed", action="store_true", help="only tests that failed; the others are kept")
     some.add_argument(
-        "--changed", action="store_true", help="only files of tests that are new or changed since its run"
+        "--changed",
+        nargs="*",
+        metavar="FOLDER",
+        help="only files of tests that are new or changed since its run (in those folders)",
     )
     running.add_argument(
         "--environment",

@@ -99,7 +99,7 @@ def _short(found: Mapping[str, Results]) -> list[str]:
     for name, result in runs(found).items():
         passed, failed, skipped = totals(result)
         if name not in found:
-            files = f"{result['files']} files of tests, new or changed since: also there"
+            files = f"{result['files']} of {result['of']} files of tests that are new or changed since"
             lines.append(f"| {name} | {passed:,} | {len(failed)} | {skipped.total()} | {files} |")
             continue
         limits = result["limits"]

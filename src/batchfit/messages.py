@@ -1,4 +1,4 @@
-"""Lines that people are promised to see: the size that was found, a batch size that changes.
+"""Log lines that users always see: the batch size that was found, a batch size that changes.
 
 Rules
 - A line is said once, by rank 0: by the logger `batchfit` where a handler shows it, otherwise on stdout.

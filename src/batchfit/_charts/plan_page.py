@@ -25,6 +25,7 @@ _LEGEND = (
     "In a cell: the largest microbatch, its peak, and samples per second beside the best row of that GPU "
     "(from operations and bytes, not measured). Checkpoint: activation checkpointing of each block."
 )
+_DOUBT = "?: predicted, and never compared with training of that kind on such a GPU."
 
 
 def plan_lines(plan: Plan, *, width: int = WIDTH, plain: bool = False) -> list[Line]:
@@ -36,9 +37,9 @@ def plan_lines(plan: Plan, *, width: int = WIDTH, plain: bool = False) -> list[L
     at_once = max(1, (width - room - 2) // _CELL)
     for first in range(0, len(plan.columns), at_once):
         lines += [[], *_table(plan, range(first, min(first + at_once, len(plan.columns))), room, plain=plain)]
-    lines += [[], *([("  " + part, "dim")] for part in textwrap.wrap(_LEGEND, width - 2)), []]
+    lines += [[], *([("  " + part, "dim")] for part in textwrap.wrap(legend(plan), width - 2)), []]
     for column in plan.columns:
-        lines += fact(column.title, _advice(plan, column), width, room=_label_room(plan))
+        lines += fact(column.title, advice(plan, column), width, room=_label_room(plan))
     for note in plan.unseen:
         parts = textwrap.wrap(f"caveat: {note}", width - 2, break_on_hyphens=False)
         lines += [[("  " + part, "warn")] for part in parts]
@@ -54,6 +55,20 @@ def headline(plan: Plan) -> str:
     if plan.seq_len is not None:
         text += f", samples of {plan.seq_len}"
     return text + (f", global batch {plan.global_batch}" if plan.global_batch is not None else "")
+
+
+def legend(plan: Plan) -> str:
+    """What a cell says."""
+    return (
+        f"{_LEGEND} {_DOUBT}"
+        if any(map(is_doubtful, (c for row in plan.rows for c in row.cells)))
+        else _LEGEND
+    )
+
+
+def is_doubtful(cell: PlanCell) -> bool:
+    """Whether something fits of which no run on such a GPU is known."""
+    return cell.batch_size > 0 and not cell.confirmed
 
 
 def _table(plan: Plan, chosen: range, room: int, *, plain: bool) -> list[Line]:
@@ -79,17 +94,16 @@ def _cell(cell: PlanCell, column: PlanColumn, row: int, *, plain: bool) -> tuple
     speed = "" if cell.speed is None else f" {cell.speed:>4.0%}"
     best = column.recommended == row
     mark = ("*" if plain else "★") if best else " "
-    return (
-        f"{f'{cell.batch_size} {format_bytes(cell.peak_bytes):>9}{speed} {mark}':>{_CELL}}",
-        "good" if best else "",
-    )
+    doubt = "?" if is_doubtful(cell) else " "
+    text = f"{cell.batch_size} {format_bytes(cell.peak_bytes):>9}{doubt}{speed}{mark}"
+    return (f"{text:>{_CELL}}", "good" if best else "")
 
 
 def _label_room(plan: Plan) -> int:
     return max(len(column.title) for column in plan.columns) + 1
 
 
-def _advice(plan: Plan, column: PlanColumn) -> str:
+def advice(plan: Plan, column: PlanColumn) -> str:
     """What to do on one GPU, in a sentence."""
     at = plan.columns.index(column)
     if column.recommended is None:
@@ -119,7 +133,8 @@ def as_markup(plan: Plan) -> str:
         for one in plan.columns
     )
     rows = "".join(_markup_row(plan, number) for number in range(len(plan.rows)))
-    notes = "".join(f"<p>caveat: {html.escape(note)}</p>" for note in plan.unseen)
+    notes = f"<p>{html.escape(legend(plan))}</p>"
+    notes += "".join(f"<p>caveat: {html.escape(note)}</p>" for note in plan.unseen)
     return (
         f"<table><caption>{html.escape(headline(plan))}</caption>"
         f"<thead><tr><th>microbatch per GPU</th>{titles}</tr></thead><tbody>{rows}</tbody></table>{notes}"
@@ -141,7 +156,7 @@ def _markup_row(plan: Plan, number: int) -> str:
 def _markup_cell(cell: PlanCell, *, best: bool) -> str:
     if not cell.batch_size:
         return "–"
-    text = f"{cell.batch_size} ({format_bytes(cell.peak_bytes)})"
+    text = f"{cell.batch_size} ({format_bytes(cell.peak_bytes)}{'?' if is_doubtful(cell) else ''})"
     text += "" if cell.speed is None else f", {cell.speed:.0%}"
     return f"<b>{text} ★</b>" if best else text
 

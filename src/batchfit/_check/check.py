@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import batchfit
-from batchfit._check.file import put_record, records_in
+from batchfit._check.baseline_file import put_record, records_in
 from batchfit._check.optimizer_lines import OptimizerLines
 from batchfit._check.pure.answer import answered
 from batchfit._check.pure.options import BASELINE, NAME, CheckOptions

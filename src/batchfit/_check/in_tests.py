@@ -1,4 +1,4 @@
-"""What the fixture `peak_memory` gives to a test: a call that compares a step with the test's baseline.
+"""The value of the pytest fixture `peak_memory`: compares a step of a test with the test's baseline.
 
 Rules: the baseline of a test goes by the test's name; a second call in a test has a number. A test without a
 baseline is compared with nothing: its own `assert` counts.
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, final
 
+from batchfit._check.baseline_file import records_in
 from batchfit._check.check import check_with
-from batchfit._check.file import records_in
 from batchfit._check.pure.options import CheckOptions
 from batchfit._units import format_bytes, parse_bytes
 from batchfit.results import MemoryCheck

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 
-from batchfit._check.file import records_in
+from batchfit._check.baseline_file import records_in
 from batchfit._check.pure.baseline import read_baseline
 from batchfit._check.pure.record import PeakRecord
 from batchfit.errors import ResultFileError

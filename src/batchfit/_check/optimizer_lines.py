@@ -1,4 +1,4 @@
-"""Which line makes the optimizer of a step.
+"""The source line that makes each optimizer: optimizer state counts as that line's.
 
 Rules:
 - Where the program is loaded by us (`batchfit check`, the probe of a command), the line that made this very
@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from batchfit._check.declared import FUNCTIONS, defined, parsed, text_of
+from batchfit._check.parameter_lines import FUNCTIONS, defined, parsed, text_of
 from batchfit._engine.allocator.footprint import CodeLine
 from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.workload.user_errors import is_users

@@ -1,6 +1,6 @@
-"""The plug-in of pytest: the fixture `peak_memory`, and `pytest --memory-update`. PYTEST_DONT_REWRITE
+"""The pytest plug-in: the fixture `peak_memory`, and `pytest --memory-update`.
 
-pytest loads this module in every run where batchfit is installed.
+pytest loads this module in every run where batchfit is installed (PYTEST_DONT_REWRITE is pytest's mark).
 
 Rule: a run that does not use the fixture pays for this file and nothing else: what it needs is imported when
 a test asks for it, and another plug-in that has an option of the same name keeps it.

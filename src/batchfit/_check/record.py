@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._check.declared import DeclaredLines
 from batchfit._check.optimizer_lines import OptimizerLines
+from batchfit._check.parameter_lines import DeclaredLines
 from batchfit._check.pure.record import (
     HeldRow,
     OptimizerRecord,

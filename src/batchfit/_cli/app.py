@@ -252,6 +252,15 @@ def plan(
     ] = None,
     json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Write the plan as an HTML page to this file, too.",
+        ),
+    ] = None,
     traceback: WholeTracebacks = False,
     list_models: ListModels = False,
 ) -> None:
@@ -259,7 +268,7 @@ def plan(
     from batchfit._cli.delivery import Delivery
     from batchfit._cli.target import TargetCall
 
-    delivery = Delivery(as_json=json, output=output)
+    delivery = Delivery(as_json=json, output=output, report=report)
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
     end(lambda: plan_target(call, paste))
 

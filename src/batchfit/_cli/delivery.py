@@ -52,6 +52,7 @@ class Delivery:
     output: Path | None = None
     plot: Path | None = None
     markdown: Path | None = None
+    report: Path | None = None
 
     def check(self) -> None:
         """Refuse files that cannot be written, while nothing is lost yet."""
@@ -59,6 +60,8 @@ class Delivery:
             check_writable(self.output)
         if self.markdown is not None:
             check_writable(self.markdown, name="markdown")
+        if self.report is not None:
+            check_writable(self.report, name="report")
         if self.plot is not None:
             from batchfit._cli.png import check_plot
 
@@ -67,12 +70,13 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedAnswer:
-    """An answer, ready to go out: as JSON, as lines for a given width, as a picture, as Markdown."""
+    """An answer, ready to go out: as JSON, as lines for a given width, as a picture, Markdown, or HTML."""
 
     json: str
     lines: Callable[[int, bool], list[Line]]  # (width, plain)
     draw: Callable[[Path], None] | None = None
     markdown: str = ""
+    page: Callable[[], str] = str  # where there is a report of it
     code: Code = Code.FOUND
 
 
@@ -103,6 +107,7 @@ def deliver(answer: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
         (delivery.output, lambda path: write_atomically(path, answer.json + "\n")),
         (delivery.plot, answer.draw),
         (delivery.markdown, lambda path: write_atomically(path, answer.markdown)),
+        (delivery.report, lambda path: write_atomically(path, answer.page())),
     ):
         if path is None or write is None:
             continue

@@ -106,6 +106,7 @@ def _on_ranks() -> Iterator[Feature]:
     yield _grounded(needs.FSDP2_RESET, fsdp2.can_reset)
     yield _grounded(needs.FSDP2_FACTOR, fsdp2.reads_factor)
     yield _grounded(needs.FSDP2_ON_CPU, fsdp2.runs_on_cpu)
+    yield _grounded(needs.FAKE_GROUP, process_groups.can_fake)
 
 
 def _is_setting_read() -> bool:

@@ -109,14 +109,29 @@ class TargetCall:
 def run_on_target(
     call: TargetCall, work: Callable[[Workload, ProgressDisplay], RenderedAnswer], *, command: str
 ) -> Code:
-    """Load the target, let `work` answer, and deliver: how it ended."""
+    """Load the target, let `work` answer, and deliver: how it ended.
+
+    With a flag `ranks` both happen inside a fake process group: a target may shard its model itself.
+    """
     given = call.given()
 
     def answer(progress: ProgressDisplay) -> RenderedAnswer:
-        return load_and_work(call, given, work, progress, command=command)
+        with _ranks(call.flags.get("ranks")):
+            return load_and_work(call, given, work, progress, command=command)
 
     call.delivery.check()
     return run_answer(call.delivery, answer)
+
+
+@contextmanager
+def _ranks(ranks: int | None) -> Iterator[None]:
+    if ranks is None:
+        yield
+        return
+    from batchfit._engine.sharding.ranks import fake_ranks
+
+    with fake_ranks(ranks):
+        yield
 
 
 def load_and_work(

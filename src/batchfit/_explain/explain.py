@@ -20,10 +20,11 @@ from batchfit._engine.allocator.footprint import Footprint, Trace
 from batchfit._engine.allocator.replay import simulate
 from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.sharding.sharding import Sharding, on_ranks, rules_on_ranks
 from batchfit._engine.trace.oracle import Basis, default_budget
 from batchfit._engine.trace.trace import module_classes, unseen
 from batchfit._engine.trace.workload import rules_for
-from batchfit._engine.workload.reachable import reach_of
+from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._explain.study import Study
@@ -38,6 +39,9 @@ def explain_memory(
     budget: int | str | None = None,
     gpu: str | None = None,
     what_if: bool = True,
+    ranks: int | None = None,
+    shard: str | None = None,
+    offload: bool = False,
 ) -> MemoryExplanation:
     """Explain the memory of a step at its highest moment, and what would change it.
 
@@ -55,6 +59,11 @@ def explain_memory(
             their peak alone.
         gpu: the GPU to explain for ("h100", "rtx4090"): its memory and its choice of kernels.
         what_if: also trace what checkpointing, bf16 and the like would change.
+        ranks: how many processes (GPUs) the program is to run on: one of them is explained, without a GPU.
+            Default: 1, or those of `fake_ranks`.
+        shard: how a model that the program does not wrap itself is spread over them, as in
+            `predict_batch_size`.
+        offload: FSDP2 keeps shards, their gradients and the optimizer's state on the host.
 
     Returns:
         A `MemoryExplanation` with kinds, modules and lines that hold the peak, and the gain of each change.
@@ -62,24 +71,32 @@ def explain_memory(
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.
     """
-    return explain_with(
-        workload, ExplainOptions(batch_size=batch_size, budget=budget, gpu=gpu, what_if=what_if)
-    )
+    keywords = {**locals()}  # every argument, by its name
+    return explain_with(keywords.pop("workload"), ExplainOptions(**keywords))
 
 
 def explain_with(workload: Workload | Callable[[int], object], options: ExplainOptions) -> MemoryExplanation:
     """Explain the memory of a step as the options say."""
     begun = time.perf_counter()
-    work, target = as_workload(workload), options.target
+    work = as_workload(workload)
     check_by_samples(work._source, "explain_memory")
     reach = reach_of(work)
-    rules = rules_for(work, target, reach)
+    with on_ranks(reach, options.ranks, options.layout) as sharding:
+        return _explained(work, reach, sharding, options, begun)
+
+
+def _explained(
+    work: Workload, reach: StepReach, sharding: Sharding, options: ExplainOptions, begun: float
+) -> MemoryExplanation:
+    target = options.target
+    several = sharding.ranks > 1
+    rules = rules_on_ranks(reach, target) if several else rules_for(work, target, reach)
     here = rules.device.type == "cuda"
     budget_bytes = options.budget_bytes
     if budget_bytes is None:
         budget_bytes = default_budget(target, work if here else None)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    study = Study(reach, rules, options.batch_size, budget_bytes, basis)
+    study = Study(reach, rules, options.batch_size, budget_bytes, basis, sharding.changes)
     now = study.base
     found = study.what_ifs() if options.what_if else ()
     return explanation(
@@ -92,7 +109,7 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
         classes=module_classes(reach.parts),
         outside=_outside(work),
         what_ifs=tuple(found),
-        unseen=(*unseen(reach.parts), *study.notes),
+        unseen=(*unseen(reach.parts), *sharding.notes, *study.notes),
         begun=begun,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
@@ -25,7 +25,7 @@ from batchfit._engine.trace.oracle import (
     held_beside,
     margin_of,
 )
-from batchfit._engine.trace.trace import WorkloadTraces, trace
+from batchfit._engine.trace.trace import STEPS, WorkloadTraces, trace
 from batchfit._engine.trace.workload import TracedWorkload, most_on_host, trace_workload
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.pure.holders import Peak
@@ -66,8 +66,16 @@ class Study:
     """Traces of one workload, as it is and changed; what several questions need is traced once."""
 
     def __init__(
-        self, reach: StepReach, rules: CudaRules, size: int, budget_bytes: int | None, basis: Basis
+        self,
+        reach: StepReach,
+        rules: CudaRules,
+        size: int,
+        budget_bytes: int | None,
+        basis: Basis,
+        around: tuple[Any, ...] = (),
     ) -> None:
+        """`around` are contexts of every trace, which spread the model over ranks."""
+        self._around = around
         self.reach = reach
         self.workload = workload = reach.workload
         self.rules = rules
@@ -89,12 +97,16 @@ class Study:
         traced = None
         if self.budget_bytes is not None:
             traced = trace_workload(
-                self.workload, rules=self.rules, budget_bytes=self.budget_bytes, reach=self.reach
+                self.workload,
+                rules=self.rules,
+                budget_bytes=self.budget_bytes,
+                reach=self.reach,
+                changes=self._around,
             )
             self.capacity = round(self.budget_bytes * (1 - margin_of(traced, basis)))
         else:  # a warm-up: the first trace in a process differs by a few operations that are done once
-            trace(self.workload, self.size, rules=self.rules, steps=1, reach=self.reach)
-        at_size = trace(self.workload, self.size, rules=self.rules, changes=(self._traits,), reach=self.reach)
+            self._traced(steps=1)
+        at_size = self._traced(self._traits)
         try:
             return TracedOutcome(at_size, traced, self._largest(traced, self.settings))
         except UntraceableError as error:  # what holds the memory is known all the same
@@ -126,6 +138,8 @@ class Study:
     def _changes(self) -> list[Change]:
         """Those that apply to this workload."""
         found = self._best_level(checkpointing(self.reach, self._traits.learning))
+        if self._around:  # weights and optimizers are those of a rank, and are not exchanged for others
+            return found + chunked_loss(self.workload) + shorter_sequence(self.workload, self._traits.length)
         found += lower_precision(self.reach, self.rules.gpu, uses_autocast=self._traits.autocast)
         if self._loss_share() >= LEAST_GAIN - 1:
             found += chunked_loss(self.workload)
@@ -260,8 +274,17 @@ class Study:
         return self._at_size[key]
 
     def _trace(self, size: int, changes: tuple[Change, ...]) -> Trace:
-        contexts = tuple(context for one in changes for context in one.contexts)
-        return trace(self.workload, size, rules=self.rules, changes=contexts, reach=self.reach)
+        return self._traced(*(context for one in changes for context in one.contexts), size=size)
+
+    def _traced(self, *contexts: Any, size: int | None = None, steps: int = STEPS) -> Trace:
+        return trace(
+            self.workload,
+            self.size if size is None else size,
+            rules=self.rules,
+            steps=steps,
+            changes=(*self._around, *contexts),
+            reach=self.reach,
+        )
 
     def _lines(self, first: Trace, changes: tuple[Change, ...]) -> TracedWorkload:
         """Lines through the trace at the size in question and one where the end may be.
@@ -284,7 +307,9 @@ class Study:
 
     def _through(self, first: Trace, second: Trace) -> TracedWorkload:
         footprint = Footprint.between(first, second)
-        return TracedWorkload(WorkloadTraces(self.reach, self.rules), footprint, (first.size, second.size))
+        return TracedWorkload(
+            WorkloadTraces(self.reach, self.rules, self._around), footprint, (first.size, second.size)
+        )
 
     def _other_size(self, first: Trace, end: int) -> int:
         """A size near `end` whose batch the host can make, well apart from the first trace's."""

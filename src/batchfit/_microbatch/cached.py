@@ -1,7 +1,7 @@
-"""`Microbatcher.backward_cached`: a loss over the whole batch's representations, the encoder in chunks.
+"""`Microbatcher.backward_cached`: a loss over the whole batch's representations, the encoder in microbatches.
 
-Rules: as in `backward`. Every chunk runs forward twice: without a graph for the representations, and with
-one for the gradients, from the same random numbers.
+Rules: as in `backward`. Every microbatch runs forward twice: without a graph for the representations, and
+with one for the gradients, from the same random numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CachedCall(MicrobatchCall):
 
 
 def _checking_writes(encode: Callable[[Any], Any], whole: Batch) -> Callable[[Any], Any]:
-    """`encode`, which is called twice per chunk: refuses one that writes into the batch."""
+    """`encode`, which is called twice per microbatch: refuses one that writes into the batch."""
 
     def encoded(micro: Any) -> Any:
         before = whole.versions()
@@ -71,7 +71,7 @@ def _checking_writes(encode: Callable[[Any], Any], whole: Batch) -> Callable[[An
 
 @final
 class CachedBackwardPass:
-    """A loss over the representations of the whole batch, with the encoder in chunks: exact."""
+    """A loss over the representations of the whole batch, with the encoder in microbatches: exact."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class CachedBackwardPass:
         return loss
 
     def _representations(self) -> tuple[Any, list[list[int]], list[list[rng.Undo]]]:
-        """All of them as leaves of a new graph, the rows of each chunk, and its random numbers."""
+        """All of them as leaves of a new graph, the rows of each microbatch, and its random numbers."""
         outputs, rows, states = [], [], []
         with torch.no_grad():
             for index, micro in enumerate(self._whole.fed(self._micros, self._terms.run.device)):
@@ -162,7 +162,7 @@ class CachedBackwardPass:
     def _backward_of(
         self, micro: Any, gradients: list[torch.Tensor | None], begin: list[int], rows: list[int]
     ) -> bool:
-        """Backward of one chunk; whether it had a graph (not where all its rows are masked)."""
+        """Backward of one microbatch; whether it had a graph (not where all its rows are masked)."""
         tensors = tensors_of(self._encode(micro))
         if [tensor.size(0) if tensor.dim() else 0 for tensor in tensors] != rows:
             raise ValueError("encode must return the same rows when it is called twice with the same samples")

@@ -1,4 +1,4 @@
-"""What every call of a Microbatcher begins with: the models, the device, and an inspected batch.
+"""Inspects the batch, the models and the device at the start of each call of a Microbatcher.
 
 Rules
 - What stays from call to call is here once: where microbatches go, how batches are cut, what was learned.

@@ -1,4 +1,4 @@
-"""`batchfit.GradientNoise`: the gradient noise scale, and the batch size it speaks for.
+"""`batchfit.GradientNoise`: the gradient noise scale, and the batch size that it suggests.
 
 Front door: `gradient_noise.py`.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -44,8 +45,13 @@ class CellCache:
         except (TypeError, ValueError):
             return None
 
-    def put(self, key: Any, cell: Cell) -> None:
-        """Keep a cell, in memory; `save` writes it."""
+    def notes_of(self, key: Any) -> tuple[str, ...]:
+        """What the traces of that cell could not see."""
+        found = self._cells.get(_digest(["notes", key]))
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    def put(self, key: Any, cell: Cell, notes: Sequence[str] = ()) -> None:
+        """Keep a cell and what its traces could not see, in memory; `save` writes them."""
         cost = cell.cost
         parts = (
             None
@@ -57,6 +63,8 @@ class CellCache:
                 cost.bytes_per_step,
             ]
         )
+        if notes:
+            self._cells[_digest(["notes", key])] = list(notes)
         self._cells[_digest(key)] = [cell.batch_size, cell.peak_bytes, parts]
 
     def save(self) -> None:

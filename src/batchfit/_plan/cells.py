@@ -4,7 +4,8 @@ Rules:
 - GPUs are alike where torch takes the same attention kernels there; what cuBLAS keeps is put in for each.
   Staging buffers of reductions are those of the GPU that was traced (kilobytes).
 - A cell is `predict_batch_size`'s answer, with the same margin and the same allocator.
-- Several GPUs are DDP: each holds the whole model, and buckets with a copy of every gradient.
+- Several GPUs are DDP: each holds the whole model, and buckets with a copy of every gradient; or FSDP2, where
+  a row says so.
 """
 
 from __future__ import annotations

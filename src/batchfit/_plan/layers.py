@@ -21,7 +21,7 @@ from torch import nn
 
 from batchfit._engine.sharding.blocks import repeated_blocks
 from batchfit._plan.models import build
-from batchfit._plan.pure.shapes import ModelShape
+from batchfit._plan.pure.model_shape import ModelShape
 from batchfit.errors import TargetError
 
 _FIELDS: Final = (  # of a configuration: how many layers there are

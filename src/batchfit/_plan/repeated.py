@@ -14,11 +14,13 @@ from typing import final
 
 from batchfit._engine.allocator.footprint import ShapeChangedError, Trace
 from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.sharding.pure.layout import ShardLayout
+from batchfit._engine.sharding.sharding import changes_for
 from batchfit._engine.trace.trace import WorkloadTraces
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._plan.layers import Depths
+from batchfit._plan.pure.model_shape import ModelShape
 from batchfit._plan.pure.repetition import NotRepeatedError, Repetition
-from batchfit._plan.pure.shapes import ModelShape
 from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
@@ -61,6 +63,7 @@ class RepeatedTraces:
     rules: CudaRules
     learned: list[tuple[Depths, Repetition]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    layout: ShardLayout | None = None  # how each model is spread over ranks, in a group of as many
 
     @property
     def steps(self) -> int:
@@ -125,4 +128,6 @@ class RepeatedTraces:
         return self._at(depths[0].middle if depths else self.reaches.whole)
 
     def _at(self, shape: ModelShape) -> WorkloadTraces:
-        return WorkloadTraces(self.reaches.of(shape), self.rules)
+        reach = self.reaches.of(shape)
+        changes = () if self.layout is None else changes_for(reach, self.layout)
+        return WorkloadTraces(reach, self.rules, changes)

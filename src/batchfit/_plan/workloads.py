@@ -30,8 +30,8 @@ from batchfit._explain.what_if import (
     update_changes,
 )
 from batchfit._plan.models import batches, build
+from batchfit._plan.pure.model_shape import ModelShape
 from batchfit._plan.pure.settings import Setting
-from batchfit._plan.pure.shapes import ModelShape
 from batchfit.workload import Workload, training
 
 _BLOCK: Final = 64  # weights that share a scale in bitsandbytes' 4-bit formats
@@ -55,11 +55,11 @@ def workload_of(shape: ModelShape, setting: Setting, length: int) -> Workload:
         model = _with_lora(model, shape, setting.rank)
     _checkpoint(model, setting)
     # Tokens are numbers; pixels and sound come in fp32, beside weights of any kind.
-    plain = dtype is torch.bfloat16 and shape.task not in ("image", "speech")
+    plain = dtype is torch.bfloat16 and shape.task not in ("image", "speech", "diffusion")
     return training(
         model,
         _optimizer(setting, [one for one in model.parameters() if one.requires_grad]),
-        _chunked_loss if setting.loss == "chunked" else _own_loss,
+        _LOSSES.get(shape.task, _chunked_loss if setting.loss == "chunked" else _own_loss),
         batches(shape, config, length),
         autocast=None if plain else torch.bfloat16,
         keep_outputs=False,
@@ -69,6 +69,16 @@ def workload_of(shape: ModelShape, setting: Setting, length: int) -> Workload:
 def _own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     loss: Tensor = model(**batch).loss
     return loss
+
+
+def _noise_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """How far the prediction of the noise (or of the flow) is off."""
+    inputs = {name: value for name, value in batch.items() if name != "target"}
+    predicted = model(**inputs, return_dict=False)[0]
+    return F.mse_loss(predicted.float(), batch["target"].float())
+
+
+_LOSSES: Final[dict[str, Callable[..., Tensor]]] = {"diffusion": _noise_loss}
 
 
 def _chunked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -88,8 +98,13 @@ def _chunked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return total / len(labels)
 
 
-def _checkpoint(model: nn.Module, setting: Setting) -> None:
+def _checkpoint(model: Any, setting: Setting) -> None:
     if setting.checkpointing == "none":
+        return
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if hasattr(model, "enable_gradient_checkpointing"):  # of diffusers
+        model.enable_gradient_checkpointing()
         return
     for one in repeated_blocks(model):
         for block in one.blocks[:: 2 if setting.checkpointing == "half" else 1]:
@@ -100,8 +115,15 @@ def _with_lora(model: nn.Module, shape: ModelShape, rank: int) -> Any:
     peft: Any = importlib.import_module("peft")
     task = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}.get(shape.task)
     with torch.device("meta"):
-        options = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
+        layers = "all-linear" if shape.task != "diffusion" else _attention_layers(model)
+        options = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers, task_type=task)
         return peft.get_peft_model(model, options, low_cpu_mem_usage=True)
+
+
+def _attention_layers(model: nn.Module) -> list[str]:
+    """The products of every attention, as the scripts of diffusers adapt them."""
+    ends = ("to_q", "to_k", "to_v", "to_out.0")
+    return [name for name, _ in model.named_modules() if name.endswith(ends)]
 
 
 def _optimizer(setting: Setting, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -117,7 +139,7 @@ def _optimizer(setting: Setting, parameters: list[Tensor]) -> torch.optim.Optimi
 def _in_4bit(model: Any) -> int:
     """Every linear layer but the head as one of 4 bits, without any weights: how many there are."""
     count = 0
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and layer is not head:

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
 
 import torch
 
@@ -26,11 +25,11 @@ from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.batch.token_source import check_by_samples
-from batchfit._engine.device import oom
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.sharding.sharding import Sharding, on_ranks, rules_on_ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trace.oracle import (
     Basis,
@@ -52,22 +51,18 @@ from batchfit._engine.trace.workload import (
     trace_workload,
 )
 from batchfit._engine.trial.trial import run_trial
-from batchfit._engine.workload.reachable import reach_of
+from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._explain.pure.holders import Peak
 from batchfit._explain.shortage import Shortage, holders_of, shortage_of
+from batchfit._predict.joint import joint
+from batchfit._predict.one_rank import peak_of_rank
 from batchfit._predict.pure.options import Budget, PredictOptions
 from batchfit._units import format_bytes
-from batchfit.errors import BatchfitError, NothingFitsError, RankFailedError, RanksDisagreeError
+from batchfit.errors import NothingFitsError
 from batchfit.results import Answer, Point, Prediction, Trial
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
-_DOING: Final = "a prediction"
-# What the error of one rank says on all.
-_OF_ERROR: Final = (
-    *("device", "budget_bytes", "peak_bytes", "state_bytes"),
-    *("holders", "changes", "changed_bytes", "tried", "traced"),
-)
 _EXPLAINED_UNUSED_SHARE = 0.05  # of a budget, beside the margin: as much unused is explained
 _SMALL_GAP_SHARE = 0.005  # of the peak: half of what a calibrated prediction leaves free
 
@@ -81,6 +76,9 @@ def predict_batch_size(
     margin: float | None = None,
     calibrate: bool | None = None,
     expandable_segments: bool | None = None,
+    ranks: int | None = None,
+    shard: str | None = None,
+    offload: bool = False,
 ) -> Prediction:
     """Predict the largest batch size that fits, without a GPU and without running a step.
 
@@ -103,6 +101,12 @@ def predict_batch_size(
             declared, so that it can be restored.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
             allocator's source and measured for a few models only: a caveat of the answer says so.
+        ranks: how many processes (GPUs) the program is to run on. One rank of them is traced, in this process
+            and without any GPU. Default: 1, or those of `fake_ranks`.
+        shard: how a model that the program does not wrap itself is spread over them: "fsdp2", "ddp",
+            "hsdp:2x4" (replicas x shards), "zero1", "zero2" or "zero3"; options of FSDP2 follow a colon
+            ("fsdp2:bf16,reshard=4").
+        offload: FSDP2 keeps shards, their gradients and the optimizer's state on the host.
 
     Returns:
         A `Prediction`: `batch_size` is that of one forward/backward in one process (per GPU).
@@ -119,15 +123,22 @@ def predict_with(
     workload: Workload | Callable[[int], object], make_options: Callable[[], PredictOptions]
 ) -> Prediction:
     """Predict the largest batch size; an error of `make_options` on one rank is an error on all ranks."""
-    return _joint(lambda: _predicted(as_workload(workload), make_options()), Ranks.current())
+    return joint(lambda: _predicted(as_workload(workload), make_options()), Ranks.current())
 
 
 def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
-    target, max_size, calibrate = options.target, options.max_size, options.calibrate
     check_by_samples(work._source, "predict_batch_size")
     reach = reach_of(work)
+    with on_ranks(reach, options.ranks, options.layout) as sharding:
+        if sharding.ranks > 1:
+            return _of_one_rank(reach, sharding, options, begun)
+        return _of_one_process(work, reach, options, begun)
+
+
+def _of_one_process(work: Workload, reach: StepReach, options: PredictOptions, begun: float) -> Prediction:
+    target, max_size, calibrate = options.target, options.max_size, options.calibrate
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
     if calibrate and not here:
@@ -158,11 +169,45 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     return _answered(traced, settings, residual, budgets, basis, trials, options, begun, why)
 
 
+def _of_one_rank(reach: StepReach, sharding: Sharding, options: PredictOptions, begun: float) -> Prediction:
+    """What one of several ranks needs, traced without a GPU."""
+    if options.calibrate:
+        raise ValueError("calibrate must be False or None with ranks: one process cannot run them, not True")
+    budgets = options.budgets_bytes or ([] if options.target is None else [options.target.usable_bytes])
+    if not budgets:
+        raise ValueError('budget must be given ("80GiB"), or gpu, with ranks, not None')
+    traced = trace_workload(
+        reach.workload,
+        rules=rules_on_ranks(reach, options.target),
+        budget_bytes=max(budgets),
+        most=options.max_size,
+        reach=reach,
+        changes=sharding.changes,
+        notes=sharding.notes,
+    )
+    settings = allocator_rules(options.expandable_segments)
+    why = partial(_held_at_one, traced.source)
+    found = _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun, why)
+    size = max(found.batch_size, 1)
+    return found.model_copy(
+        update={
+            "ranks": sharding.ranks,
+            "shard": options.shard or "",
+            "offload": options.offload,
+            "per_rank": peak_of_rank(traced.at(size), size),
+        }
+    )
+
+
 def predict_source(source: TraceSource, options: PredictOptions) -> Prediction:
     """What the traces of a source predict, without a GPU; they may be of a program in its own process."""
     begun = time.perf_counter()
     if options.calibrate:
         raise ValueError("calibrate must be left out where nothing can be run here")
+    if options.ranks is not None:
+        raise ValueError(
+            f"ranks must be left out for a program in its own process, not {options.ranks!r}: name a workload"
+        )
     target = options.target
     budgets = options.budgets_bytes or ([] if target is None else [target.usable_bytes])
     if not budgets:
@@ -170,11 +215,14 @@ def predict_source(source: TraceSource, options: PredictOptions) -> Prediction:
     settings = allocator_rules(options.expandable_segments)
     traced = trace_source(source, budget_bytes=max(budgets), most=options.max_size)
 
-    def why(*, margin: float) -> Shortage:
-        whole = source.trace(1, steps=source.steps)
-        return Shortage(1, Peak.of(whole).size, source.rules.gpu.name, holders_of(Peak.of(whole)))
-
+    why = partial(_held_at_one, source)
     return _answered(traced, settings, (0.0, 0.0), budgets, "no GPU", (), options, begun, why)
+
+
+def _held_at_one(source: TraceSource, *, margin: float) -> Shortage:
+    """What holds the peak of one sample."""
+    peak = Peak.of(source.trace(1, steps=source.steps))
+    return Shortage(1, peak.size, source.rules.gpu.name, holders_of(peak))
 
 
 def _answered(
@@ -369,46 +417,3 @@ def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
     if made_of := traced.source.made_of:
         notes.append(f"batches are made of {made_of}: a longer sample needs more")
     return (*notes, *traced.rules.gpu.caveats)
-
-
-# -- one prediction of all ranks
-
-
-def _joint(predict: Callable[[], Prediction], ranks: Ranks) -> Prediction:
-    """What `predict` answers, the same on all ranks; they call this together. In one process: its answer."""
-    if ranks.world_size == 1:
-        return predict()
-    try:
-        mine: dict[str, Any] = {"answer": predict().to_json()}
-    except NothingFitsError as error:
-        numbers = {name: getattr(error, name) for name in _OF_ERROR}
-        mine = {"nothing": [error.size, numbers]}
-    except Exception as error:
-        try:
-            ranks.gather({"error": oom.describe(error)}, doing=_DOING)
-        except BatchfitError as other:
-            error.add_note(f"batchfit: the other ranks could not be notified: {other}")
-        raise
-    except BaseException as error:
-        ranks.leave(type(error).__name__)
-        raise
-    everyone = ranks.gather(mine, doing=_DOING)
-    failed = [(rank, one["error"]) for rank, one in enumerate(everyone) if "error" in one]
-    if failed:
-        raise RankFailedError(failed, doing=_DOING)
-    for rank, one in enumerate(everyone):
-        if "nothing" in one:
-            size, numbers = one["nothing"]
-            raise NothingFitsError(size, **numbers, detail=f"predicted on rank {rank}")
-    return _least([Prediction.from_json(one["answer"]) for one in everyone])
-
-
-def _least(predictions: list[Prediction]) -> Prediction:
-    budgets = [len(one.answers) for one in predictions]
-    if len(set(budgets)) > 1:
-        raise RanksDisagreeError(f"all ranks must predict for as many budgets, not {budgets}")
-    chosen = min(predictions, key=lambda one: one.batch_size)
-    beside = zip(*(one.answers for one in predictions), strict=True)
-    answers = tuple(min(alike, key=lambda one: one.batch_size) for alike in beside)
-    samples = min((one.samples for one in predictions if one.samples is not None), default=None)
-    return chosen.model_copy(update={"answers": answers, "samples": samples})

@@ -1,4 +1,4 @@
-"""What is said where the disk has no room for a file of ours: in the words of the run, with the way out."""
+"""The error where a folder of ours cannot be made, as on a full disk: what it was for, and what to do."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from batchfit._charts.throughput_page import POINT_COLUMNS, point_cells
 from batchfit._report.files import NothingFits, SchedulePlan, Source
 from batchfit._report.markup import HtmlTable, bars, card, figure, table_of
 from batchfit._report.oom import oom_sections
+from batchfit._report.plan import plan_sections
 from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
 from batchfit._report.sweep import sweep_charts, sweep_sections
 from batchfit._units import format_bytes, format_change
@@ -37,6 +38,7 @@ from batchfit.results import (
     MemoryCheck,
     MemoryExplanation,
     OomExplanation,
+    Plan,
     Prediction,
     Result,
     SweepResult,
@@ -59,6 +61,7 @@ def sections(sources: Sequence[Source]) -> str:
     return "".join(
         [
             *_each(_oom, _named(sources, OomExplanation)),
+            *_each(plan_sections, _named(sources, Plan)),
             *_each(sweep_sections, _named(sources, SweepResult)),
             *_throughput(profiles),
             *_memory(memory),

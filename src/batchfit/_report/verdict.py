@@ -13,6 +13,7 @@ from batchfit._charts.throughput_page import format_rate, format_seconds
 from batchfit._report.files import NothingFits, SchedulePlan
 from batchfit._report.markup import Fact
 from batchfit._report.oom import oom_facts
+from batchfit._report.plan import plan_clause, plan_facts
 from batchfit._report.sweep import sweep_clause, sweep_facts
 from batchfit._units import format_bytes
 from batchfit.results import (
@@ -20,6 +21,7 @@ from batchfit.results import (
     MemoryCheck,
     MemoryExplanation,
     OomExplanation,
+    Plan,
     Prediction,
     Result,
     SweepResult,
@@ -35,6 +37,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
     fits = [one for one in results if isinstance(one, FitResult)]
     clauses = [_recommended(one) for one in results if isinstance(one, ThroughputProfile)]
     clauses += [one.summary for one in results if isinstance(one, OomExplanation)]
+    clauses += [plan_clause(one) for one in results if isinstance(one, Plan)]
     clauses += [sweep_clause(one) for one in results if isinstance(one, SweepResult)]
     compared: set[int] = set()
     for fit in fits:
@@ -101,6 +104,8 @@ def _facts(one: Result) -> list[Fact]:
         ]
     if isinstance(one, OomExplanation):
         return oom_facts(one)
+    if isinstance(one, Plan):
+        return plan_facts(one)
     if isinstance(one, SweepResult):
         return sweep_facts(one)
     if isinstance(one, SchedulePlan):

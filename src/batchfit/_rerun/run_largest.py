@@ -34,6 +34,7 @@ import torch
 from batchfit._arguments import MOST_STEPS, check_callback, check_flag, check_whole
 from batchfit._engine.device import oom
 from batchfit._engine.device.device import Device
+from batchfit._engine.device.living import living_holders
 from batchfit._engine.device.resolve import DeviceSpec, resolve_device
 from batchfit._engine.distributed.collectives import is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks, telling_others
@@ -75,6 +76,7 @@ class _Ended(NamedTuple):
     steps: int
     elapsed_s: float
     message: str
+    holders: tuple[tuple[str, int], ...] = ()  # at an OOM of the smallest size
 
 
 def run_largest(
@@ -182,6 +184,7 @@ class _Program(Generic[T]):
                 return LargestRun(ended.value, request.size, tuple(trials))
             if ranks.is_main:
                 _report(request, ended, None if self.reduce is not None else runs.ask())
+            holders = ended.holders
             del ended
         _release(self.device)
         raise NothingFitsError(
@@ -189,6 +192,7 @@ class _Program(Generic[T]):
             device=self.device.name,
             budget_bytes=self.device.total_bytes(),
             detail=trials[-1].message,
+            holders=holders,
         )
 
 
@@ -201,6 +205,7 @@ def _run(function: Callable[[int], Any], request: RunRequest, ranks: Ranks, flag
     begun = time.perf_counter()
     ending: Ending | Literal["broken"] = "done"
     value, message = None, ""
+    holders: tuple[tuple[str, int], ...] = ()
     with counted(request.steps, forwards=request.forwards) as steps:
         try:
             value = function(request.size)
@@ -228,12 +233,13 @@ def _run(function: Callable[[int], Any], request: RunRequest, ranks: Ranks, flag
             else:
                 ending = "oom"
                 message = oom.describe(error, ambient=ambient)
+                holders = living_holders(message) if request.size == 1 else ()
             _clear(error)
             if ending == "oom":
                 ranks.flag(flag)
     if ending == "done" and steps.raised:  # however it ended: it was stopped
         ending, value = "cut", None
-    return _Ended(ending, value, steps.count, time.perf_counter() - begun, message)
+    return _Ended(ending, value, steps.count, time.perf_counter() - begun, message, holders)
 
 
 def _clear(error: BaseException) -> None:
@@ -267,7 +273,7 @@ def _agreed(mine: _Ended, request: RunRequest, ranks: Ranks) -> _Ended:
         return mine
     if failed:
         steps, rank, message = min(failed)  # the others may have gone on meanwhile
-        return _Ended("oom", None, steps, mine.elapsed_s, f"rank {rank}: {message}")
+        return _Ended("oom", None, steps, mine.elapsed_s, f"rank {rank}: {message}", mine.holders)
     if "cut" in endings:
         return _Ended("cut", None, max(one[1] for one in reports), mine.elapsed_s, "")
     return mine

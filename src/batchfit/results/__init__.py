@@ -26,6 +26,7 @@ from batchfit.results._memory import (
     Moment,
     Point,
     Prediction,
+    RankPeak,
     WhatIf,
 )
 from batchfit.results._oom import (
@@ -76,6 +77,7 @@ __all__ = [
     "ProgramRun",
     "ProgramStart",
     "RankMemory",
+    "RankPeak",
     "Result",
     "SettingReplay",
     "SkippedConfiguration",

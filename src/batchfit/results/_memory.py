@@ -54,6 +54,34 @@ class Answer(Result):
     reason: str = ""
 
 
+class RankPeak(Result):
+    """What each rank holds at the predicted peak, by kind of memory.
+
+    Attributes:
+        weights_bytes: parameters and buffers; under FSDP2 this rank's shards.
+        gradients_bytes: gradients; under FSDP2 this rank's shards of them.
+        optimizer_bytes: state of the optimizer.
+        activations_bytes: what backward needs of forward.
+        communication_bytes: gathered weights, buffers of all-gather and reduce-scatter, DDP's buckets.
+        other_bytes: the batch, workspaces of kernels, temporaries.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    communication_bytes: int
+    other_bytes: int
+
+    @property
+    def summary(self) -> str:
+        """The parts that are there, the largest first."""
+        named = [(name.removesuffix("_bytes"), size) for name, size in self if size]
+        return ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in sorted(named, key=lambda one: -one[1])
+        )
+
+
 class Prediction(Result):
     """What `predict_batch_size` answers: the largest batch size, and memory at any size. Nothing was run.
 
@@ -83,6 +111,10 @@ class Prediction(Result):
         torch_version: version of torch that was traced.
         samples: samples in the workload's dataset, of several ranks in the smallest one; None without a
             dataset.
+        ranks: processes that the program was predicted for; sizes are those of one of them.
+        shard: how the model was spread over them, as it was asked for; empty where the program does it.
+        offload: whether shards were kept on the host, as it was asked for.
+        per_rank: what each of several ranks holds at the peak; None for a single process.
     """
 
     kind: Literal["prediction"] = "prediction"
@@ -108,6 +140,10 @@ class Prediction(Result):
     batchfit_version: str = ""
     torch_version: str = ""
     samples: int | None = None
+    ranks: int = 1
+    shard: str = ""
+    offload: bool = False
+    per_rank: RankPeak | None = None
 
     def peak_bytes_at(self, size: float) -> int:
         """Predicted peak of live bytes at any size: between the points of `curve`, and on from the last.
@@ -143,10 +179,18 @@ class Prediction(Result):
                 f"({self.based_on}, {share})"
             )
         return (
-            f"batch size {self.batch_size} on {self.card}, predicted peak {format_bytes(self.peak_bytes)} of "
-            f"{format_bytes(self.budget_bytes)} in {self.peak_phase}; {self.based_on}, {share}; "
-            f"{self.elapsed_s:.1f} s{self._reason}{few_samples(self.batch_size, self.samples)}"
+            f"batch size {self.batch_size}{self._of_ranks} on {self.card}, predicted peak "
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} in {self.peak_phase}; "
+            f"{self.based_on}, {share}; {self.elapsed_s:.1f} s{self._reason}"
+            f"{few_samples(self.batch_size, self.samples)}"
         )
+
+    @property
+    def _of_ranks(self) -> str:
+        """The global batch, where there are several ranks."""
+        if self.ranks == 1:
+            return ""
+        return f" per GPU (x {self.ranks} ranks = global batch {self.batch_size * self.ranks})"
 
     @property
     def _reason(self) -> str:
@@ -156,7 +200,8 @@ class Prediction(Result):
     def __str__(self) -> str:
         table = text_table(ANSWER_COLUMNS, self._rows()) + "\n" if len(self.answers) > 1 else ""
         notes = "".join(f"\ncaveat: {one}" for one in self.unseen)
-        return f"{table}{self.summary}{notes}"
+        parts = f"\nper rank: {self.per_rank.summary}" if self.per_rank is not None else ""
+        return f"{table}{self.summary}{parts}{notes}"
 
     def _repr_html_(self) -> str:
         from batchfit._charts.figures import Memory, as_cell, memory_chart

@@ -52,6 +52,8 @@ class PlanCell(Result):
         accumulation: microbatches per GPU and optimizer step, for the global batch size that was asked for.
         speed: predicted samples per second, as a share of the best row of this GPU; None where not known.
         cost: predicted cost per sample, as a multiple of the cheapest cell of the plan; None without prices.
+        confirmed: whether peaks of such a setting were compared with real training on that very GPU; speeds
+            never were.
     """
 
     batch_size: int
@@ -59,6 +61,7 @@ class PlanCell(Result):
     accumulation: int = 1
     speed: float | None = None
     cost: float | None = None
+    confirmed: bool = False
 
 
 class PlanRow(Result):

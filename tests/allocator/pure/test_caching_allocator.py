@@ -953,3 +953,29 @@ def test_replay_repeats_steps_and_refuses_nonsense() -> None:
         replay(sizes, [~0], capacity_bytes=None)
     with pytest.raises(ValueError, match="must not allocate block 0 again at 1"):
         replay(sizes, [0, 0], capacity_bytes=None)
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_a_freed_block_is_used_again_on_its_own_stream_only() -> None:
+    device = CachingAllocator(None)
+    first = device.allocate(12 * MIB, 1)
+    assert first is not None
+    device.free(first)
+    other = device.allocate(12 * MIB)
+    assert other is not None
+    assert device.reserved_bytes == 24 * MIB, "the program's own stream is not given that block"
+    again = device.allocate(12 * MIB, 1)
+    assert again is not None
+    assert again.address == first.address
+    assert device.reserved_bytes == 24 * MIB
+
+
+def test_what_other_streams_have_cached_is_released_before_memory_is_out() -> None:
+    device = CachingAllocator(40 * MIB)
+    side = device.allocate(30 * MIB, 2)
+    assert side is not None
+    device.free(side)
+    assert device.allocate(30 * MIB) is not None
+    assert (device.retries, device.reserved_bytes) == (1, 30 * MIB)

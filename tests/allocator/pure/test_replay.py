@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -373,3 +373,14 @@ def test_both_runs_are_covered_and_the_trace_is_never_lowered(a: int, more: int,
     assert slope >= 0
     if high <= small:
         assert slope == 0
+
+
+def test_a_footprint_on_two_streams_needs_what_both_cache() -> None:
+    origins = (HERE, replace(HERE, stream=1))
+    one_by_one = (0, ~0, 1, ~1)
+    apart = Footprint((12.0 * MIB,) * 2, (0.0,) * 2, origins, one_by_one, 0, (4,))
+    together = replace(apart, origins=(HERE, HERE))
+    assert apart.streams == {1: 1}
+    assert simulate(together, 1, capacity_bytes=None).peak_reserved_bytes == 12 * MIB
+    assert simulate(apart, 1, capacity_bytes=None).peak_reserved_bytes == 24 * MIB
+    assert simulate(apart, 1, capacity_bytes=16 * MIB).fits, "after a retry"

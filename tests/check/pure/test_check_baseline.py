@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchfit._check.file import put_record, records_in
+from batchfit._check.baseline_file import put_record, records_in
 from batchfit._check.pure.baseline import baseline_text, read_baseline
 from batchfit._check.pure.record import HeldRow, OptimizerRecord, PeakRecord, PhaseMoment
 from batchfit.errors import ResultFileError

@@ -62,6 +62,11 @@ def check(folder: Path, text: str) -> MemoryCheck:
     return check_with(workload_of(text, folder), options, name=TARGET, retrace=again)
 
 
+def caveats(found: MemoryCheck) -> list[str]:
+    """Those of the baseline. torch 2.15 has one of its own, of cuBLAS, in every prediction."""
+    return [caveat for caveat in found.unseen if not caveat.startswith("cuBLAS: ")]
+
+
 def test_the_program_of_the_baseline_is_traced_again(project: Path) -> None:
     change = CHANGES[0]
     (project / "other.txt").write_text("a later commit, of another file")
@@ -73,7 +78,7 @@ def test_the_program_of_the_baseline_is_traced_again(project: Path) -> None:
     assert not found.passed
     assert change.line in found.lines[0].code
     assert any(one.startswith("other versions (torch 2.0.0, here ") for one in found.reasons)
-    assert not found.unseen
+    assert not caveats(found)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_where_it_cannot_be_had_a_caveat_says_why(
         (project / "train.py").write_text("import gone\n")
         git(project, "commit", "-q", "-a", "--amend", "-m", "broken")
     found = check(project, PROGRAM)
-    (caveat,) = found.unseen
+    (caveat,) = caveats(found)
     assert caveat.startswith("the baseline was traced with torch 2.0.0, here ")
     assert re.search(why, caveat, re.IGNORECASE), caveat
     assert found.versions_bytes is None
@@ -113,6 +118,6 @@ def test_where_it_cannot_be_had_a_caveat_says_why(
 
 def test_a_workload_in_python_has_the_caveat(project: Path) -> None:
     found = batchfit.check_memory(workload_of(PROGRAM, project), name=TARGET)
-    (caveat,) = found.unseen
+    (caveat,) = caveats(found)
     assert "the program of the baseline is not known here" in caveat
     assert found.passed

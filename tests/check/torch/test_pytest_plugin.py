@@ -18,6 +18,7 @@ import batchfit._check.in_tests  # with torch, before pytester notes what is imp
 
 pytest_plugins = ("pytester",)
 LEAVES_BYTES = 2**22  # pytest keeps the frames of a test that has failed, of a run in this process too
+ROOT = Path(__file__).parents[3]  # of the tests: batchfit may be an installed wheel
 SOURCE = Path(batchfit.__file__).parents[1]
 TESTS = """
 import pytest
@@ -35,7 +36,7 @@ def test_too_much(peak_memory):
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project with tests, and batchfit as pip would have installed it."""
-    declared = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]["entry-points"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     info = tmp_path / "installed" / "batchfit-0.0.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: batchfit\nVersion: 0.0.0\n")

@@ -631,6 +631,12 @@ class TestAnswer:
         near = (trial(), trial(99, "oom"), trial(25, "timeout", steps_run=0, peak_bytes=None))
         reported = dict(facts(fit(stopped_because="within_tolerance", trials=near), saved=None))
         assert reported["stopped"] == "because 25, little larger, was tried and does not run"
+        far = (trial(), trial(99, "oom"))
+        reported = dict(facts(fit(stopped_because="within_tolerance", trials=far), saved=None))
+        assert reported["stopped"].startswith("because the memory left is too little")
+        slow = (trial(), trial(99, "timeout"))
+        reported = dict(facts(fit(stopped_because="within_tolerance", trials=slow), saved=None))
+        assert reported["stopped"] == "because 99 was tried and does not run"
         alone = fit(stopped_because="within_tolerance", trials=(trial(),))
         assert dict(facts(alone, saved=None))["stopped"] == f"because {alone.reason}"
 

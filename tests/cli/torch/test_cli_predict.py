@@ -88,6 +88,11 @@ def too_large():
 
 def leaves():
     sys.exit(3)
+
+def in_ddp():
+    work = make()
+    model = nn.parallel.DistributedDataParallel(work.model)
+    return batchfit.training(model, torch.optim.AdamW(model.parameters()), loss_fn, make_batch)
 """
 
 
@@ -166,6 +171,7 @@ class TestFlags:
                 {
                     "budget": ["24GiB", "80GiB"], "gpu": ["h100", "t4"], "max_size": 64, "margin": 0.5,
                     "calibrate": True, "expandable_segments": True,
+                    "ranks": 8, "shard": "hsdp:2x4,bf16", "offload": True,
                 },
             ),
             (
@@ -173,9 +179,16 @@ class TestFlags:
                 {
                     "budget": ["24GiB"], "gpu": None, "max_size": None, "margin": None,
                     "calibrate": False, "expandable_segments": False,
+                    "ranks": None, "shard": None, "offload": True,
                 },
             ),
-            ("explain", {"batch_size": 32, "budget": "24GiB", "gpu": "h100", "what_if": False}),
+            (
+                "explain",
+                {
+                    "batch_size": 32, "budget": "24GiB", "gpu": "h100", "what_if": False,
+                    "ranks": 8, "shard": "fsdp2", "offload": True,
+                },
+            ),
         ],
     )  # fmt: skip
     def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(
@@ -504,3 +517,51 @@ class TestPlot:
             predict_here("train.py:make", budget=["4GiB"], delivery=Delivery(plot=Path("a.png")))
         assert caught.value.code == Code.BROKEN
         assert "is predicted to fit in 4.00 GiB" in capsys.readouterr().out
+
+
+class TestRanks:
+    def test_a_plain_target_is_spread_and_the_next_command_says_how(
+        self, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        code = predict_here("train.py:make", budget=["256MiB"], ranks=4, shard="zero1")
+        shown = " ".join(capsys.readouterr().out.split())
+        assert code is Code.FOUND
+        assert "x 4 ranks = global batch" in shown
+        assert re.search(r"per rank \w+ [\d.]+ MiB, ", shown)
+        assert "--ranks 4 --shard zero1" in shown
+        assert "not confirmed on GPUs" in shown
+
+    def test_a_target_may_wrap_its_model_itself(
+        self, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        delivery = Delivery(output=Path("p.json"))
+        assert predict_here("train.py:in_ddp", budget=["256MiB"], ranks=4, delivery=delivery) is Code.FOUND
+        found = Prediction.from_json(Path("p.json").read_text())
+        assert (found.ranks, found.shard) == (4, "")
+        assert found.per_rank is not None
+        assert found.per_rank.communication_bytes > 8 * 2**20, "buckets"
+        assert explain_here("train.py:in_ddp", ranks=4, what_if=False) is Code.FOUND
+        assert "communication" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"ranks": 4, "shard": None}, "shard must be given with ranks"),
+            ({"shard": "fsdp2"}, "ranks must be given with shard='fsdp2'"),
+            ({"ranks": 4, "shard": "fsdp"}, "shard must be one of ddp, fsdp2"),
+            ({"ranks": 1, "shard": "ddp"}, "ranks must be"),
+        ],
+    )
+    def test_what_is_wrong_is_said_by_name(
+        self, project: Path, changes: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(CommandFailed) as caught:
+            predict_here("train.py:make", budget=["256MiB"], **changes)
+        assert words in str(caught.value)
+        assert caught.value.code is Code.USAGE
+
+    def test_a_command_after_two_dashes_has_no_ranks(self, project: Path) -> None:
+        flags = ["--gpu", "h100", "--ranks", "8", "--shard", "ddp"]
+        done = run_here("predict", *flags, "--", "python", "train.py", "{}")
+        assert done.exit_code == Code.USAGE
+        assert "ranks must be left out for a command" in done.output

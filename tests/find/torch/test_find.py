@@ -20,6 +20,7 @@ import batchfit
 from batchfit._engine.device.device import Ram
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.testing import count_operations, fail_at
+from conftest import count_frozen
 
 STRATEGIES = ("guided", "bisect", "halve", "grow", "powers")
 
@@ -543,7 +544,7 @@ def test_what_was_alive_before_and_let_go_in_a_trial_is_collected() -> None:
     finally:
         gc.enable()
     assert fit.batch_size > 70
-    assert gc.get_freeze_count() == 0
+    assert count_frozen() == 0
 
 
 def test_an_ambiguous_error_is_too_big_only_if_a_smaller_size_runs() -> None:

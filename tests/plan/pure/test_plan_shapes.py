@@ -33,7 +33,7 @@ def test_every_model_is_found_by_its_own_name_and_names_are_unique() -> None:
         assert shape_named(one.name) is one
         assert shape_named(one.short_name) is one
         assert one.parameters > 0
-        assert one.config["model_type"]
+        assert one.kind
 
 
 def test_an_unknown_name_says_how_to_go_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,81 @@ def test_the_known_models_are_listed() -> None:
     done = runner().invoke(app, ["plan", "--list-models"])
     assert done.exit_code == 0
     assert "Qwen/Qwen3-8B" in done.stdout
+
+
+def test_where_nothing_fits_the_cheapest_change_is_one_that_fits(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(*args: Any, methods: Any, **more: Any) -> list[Setting]:
+        return [
+            one for one in (Setting(), Setting(method="lora", checkpointing="all")) if one.method in methods
+        ]
+
+    monkeypatch.setattr(planned, "settings_for", of)
+    gpu, length = "t4=120MiB", 1024
+    only_full = batchfit.plan(config, gpus=gpu, seq_len=length, methods="full")
+    assert only_full.rows[0].cells[0].batch_size == 0
+    remedy = only_full.columns[0].remedy
+    assert "for one sample" in remedy
+    assert "smallest GPU with that memory" in remedy
+    found = re.search(r"--seq-len (\d+) \((\d+) per GPU\)|--method lora", remedy)
+    assert found is not None, remedy
+    if found[1]:
+        shorter = batchfit.plan(config, gpus=gpu, seq_len=int(found[1]), methods="full", cache=False)
+        assert shorter.rows[0].cells[0].batch_size == int(found[2])
+    else:
+        lora = batchfit.plan(config, gpus=gpu, seq_len=length, methods="lora", cache=False)
+        assert f", {lora.rows[0].cells[0].batch_size} per GPU" in remedy
+
+
+SMALL_UNET = {
+    "_class_name": "UNet2DConditionModel",
+    "block_out_channels": [32, 64],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "cross_attention_dim": 32,
+    "attention_head_dim": 8,
+    "norm_num_groups": 8,
+    "sample_size": 16,
+}
+SMALL_FLUX = {
+    "_class_name": "FluxTransformer2DModel",
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "in_channels": 16,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 16,
+    "axes_dims_rope": [8, 12, 12],
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [
+        pytest.param(SMALL_UNET, Setting(method="lora"), id="unet"),
+        pytest.param(SMALL_FLUX, Setting(method="lora"), id="flux", marks=pytest.mark.slow),
+        pytest.param(SMALL_FLUX, Setting(checkpointing="all"), id="flux-all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_diffusion_model_is_planned(
+    fields: dict[str, Any], setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("diffusers", reason="needs diffusers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    monkeypatch.setattr(planned, "settings_for", lambda *args, **more: [setting])
+    plan = batchfit.plan(str(path), gpus="rtx4090=512MiB", seq_len=128, cache=False)
+    assert not plan.rows[0].note
+    assert plan.rows[0].cells[0].batch_size > 0
+    assert any("VAE" in note for note in plan.unseen)
+
+
+def test_what_a_trace_could_not_see_is_said_again(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "settings_for", lambda *args, **more: [Setting(method="qlora")])
+    first = batchfit.plan(config, gpus="rtx4090=256MiB", seq_len=32)
+    again = batchfit.plan(config, gpus="rtx4090=256MiB", seq_len=32)
+    assert (first.traced, again.traced) == (1, 0)
+    assert first.unseen == again.unseen
+    assert any("Linear4bit" in note for note in again.unseen)

@@ -17,8 +17,8 @@ from batchfit._engine.workload.reachable import reach_of  # noqa: E402
 from batchfit._plan import plan as planned  # noqa: E402
 from batchfit._plan.flops import flops_per_sample  # noqa: E402
 from batchfit._plan.layers import Layers  # noqa: E402
+from batchfit._plan.pure.model_shape import ModelShape, Task  # noqa: E402
 from batchfit._plan.pure.settings import Setting, settings_for  # noqa: E402
-from batchfit._plan.pure.shapes import ModelShape, Task  # noqa: E402
 from batchfit._plan.repeated import DepthReaches, RepeatedTraces  # noqa: E402
 from batchfit._plan.workloads import workload_of  # noqa: E402
 

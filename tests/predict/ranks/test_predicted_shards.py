@@ -27,7 +27,12 @@ def ways(model: str, ranks: int) -> list[str]:
     return [way for way in fitting if (model, way) not in LEFT_OUT]
 
 
-def check(model: str, chosen: list[str], ranks: int) -> None:
+def fits(way: str, ranks: int) -> bool:
+    """Whether the name for `shard=` says a grid of as many ranks."""
+    return ranks == 4 or way not in GRIDS
+
+
+def check(model: str, chosen: list[str], ranks: int, *, layouts: bool = True) -> None:
     """One launch for all ways; each is predicted as the program wraps it, and by its name for `shard=`."""
     measured = values(
         run_ranks(truth, world_size=ranks, args=([(model, way) for way in chosen],), timeout_s=500)
@@ -36,7 +41,7 @@ def check(model: str, chosen: list[str], ranks: int) -> None:
     for at, way in enumerate(chosen):
         peak = max(of_rank[at][0] for of_rank in measured)
         held = max(of_rank[at][1] for of_rank in measured)
-        for layout in (None, LAYOUTS.get(way)) if way in LAYOUTS else (None,):
+        for layout in (None, LAYOUTS[way]) if layouts and way in LAYOUTS and fits(way, ranks) else (None,):
             found = predicted_here(model, way, ranks, layout)
             if abs(found.peak / peak - 1) > WITHIN or abs(found.held / held - 1) > WITHIN:
                 wrong.append((way, layout, found, (peak, held)))
@@ -45,13 +50,13 @@ def check(model: str, chosen: list[str], ranks: int) -> None:
 
 @gloo
 def test_an_mlp_on_two_ranks() -> None:
-    check("mlp", ["fsdp2", "fsdp2-keep", "fsdp2-bf16", "ddp", "ddp-views", "zero1"], 2)
+    check("mlp", ["fsdp2", "fsdp2-keep", "fsdp2-bf16", "ddp-views", "zero1"], 2)
 
 
 @gloo
 def test_a_gpt2_on_two_ranks() -> None:
     pytest.importorskip("transformers")
-    check("gpt2", ["fsdp2", "ddp"], 2)
+    check("gpt2", ["fsdp2", "ddp"], 2, layouts=False)
 
 
 @gloo

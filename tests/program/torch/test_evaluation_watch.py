@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from batchfit._program.probe.evaluation import EvaluationWatch
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[EvaluationWatch]:
-    """One that leaves `nn.Module.eval` as it was."""
-    monkeypatch.setattr(nn.Module, "eval", nn.Module.eval)
+    """One that leaves `nn.Module.train` as it was."""
+    monkeypatch.setattr(nn.Module, "train", nn.Module.train)
     return EvaluationWatch()
 
 
@@ -42,6 +43,22 @@ def test_a_mode_after_the_first_step(watch: EvaluationWatch) -> None:
     model = nn.Linear(1, 1)
     assert model.eval() is model
     assert not model.training
+    assert watch.seen
+
+
+class OwnEval(nn.Linear):
+    """As transformers' models have it."""
+
+    def eval(self) -> Any:
+        return self.train(False)
+
+
+def test_a_model_with_an_eval_of_its_own(watch: EvaluationWatch) -> None:
+    watch.take_step()
+    nn.Sequential(nn.Linear(1, 1), OwnEval(1, 1)).requires_grad_(False).train(False)
+    assert not watch.seen
+    model = OwnEval(1, 1)
+    assert model.eval() is model
     assert watch.seen
 
 

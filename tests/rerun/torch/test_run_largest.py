@@ -155,6 +155,23 @@ def test_nothing_fits_says_where_and_why() -> None:
     assert reported.value.__context__ is None  # no traceback, no tensors
 
 
+def test_nothing_fits_names_who_held_the_memory() -> None:
+    """The program made its model itself: nobody has declared it."""
+
+    def train(batch_size: int) -> None:
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(batch_size * 4096, 512)).relu().sum().backward()
+        optimizer.step()
+
+    with batchfit.virtual_memory("16MiB"), pytest.raises(NothingFitsError) as reported:
+        batchfit.run_largest(train, start=2)
+    held = dict(reported.value.holders)
+    assert next(iter(held)) == "activations and other tensors"
+    assert held["Linear"] == (512 * 512 + 512) * 4
+    assert "batchfit why oom.pickle" in str(reported.value)
+
+
 def test_an_ambiguous_error_at_one_comes_out() -> None:
     text = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."
     assert batchfit.run_largest(Program(3, RuntimeError(text)), start=8).batch_size == 3

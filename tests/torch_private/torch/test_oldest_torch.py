@@ -21,7 +21,10 @@ def run(version: str, use: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("use", ["batchfit.find_batch_size", "batchfit.virtual_memory"])
+# Each row starts a process: one for each answer is enough.
+@pytest.mark.parametrize(
+    "use", ["batchfit.find_batch_size", pytest.param("batchfit.virtual_memory", marks=pytest.mark.slow)]
+)
 def test_a_torch_below_the_oldest_is_refused_at_first_use(use: str) -> None:
     ran = run("2.5.1+cu121", use)
     assert ran.returncode == 1
@@ -32,6 +35,6 @@ def test_a_torch_below_the_oldest_is_refused_at_first_use(use: str) -> None:
     )
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "3.0.0a0+git123"])
+@pytest.mark.parametrize("version", ["2.6.0", pytest.param("3.0.0a0+git123", marks=pytest.mark.slow)])
 def test_the_oldest_and_newer_ones_than_any_tested_are_taken(version: str) -> None:
     assert run(version, "batchfit.find_batch_size").returncode == 0

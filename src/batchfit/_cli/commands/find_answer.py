@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batchfit.results import FitResult, Outcome
 
 # How a child process can end without an answer.
+_LITTLE_LARGER = 1.05
 _ENDINGS: dict[Outcome, str] = {"killed": "killed", "timeout": "timed out"}
 
 
@@ -98,9 +99,13 @@ def dataset_note(batch_size: int, samples: int | None) -> list[tuple[str, str]]:
 
 def _reason(fit: FitResult) -> str:
     """Why the search stopped; what failed just above the answer says more than what memory is left."""
-    above = [trial.size for trial in fit.trials if not trial.fits and trial.size > fit.batch_size]
+    above = [trial for trial in fit.trials if not trial.fits and trial.size > fit.batch_size]
     if fit.stopped_because == "within_tolerance" and above:
-        return f"{min(above)}, little larger, was tried and does not run"
+        least = min(above, key=lambda trial: trial.size)
+        if least.size <= _LITTLE_LARGER * fit.batch_size:
+            return f"{least.size}, little larger, was tried and does not run"
+        if least.outcome in _ENDINGS:  # which says nothing of the memory that is left
+            return f"{least.size} was tried and does not run"
     return fit.reason
 
 

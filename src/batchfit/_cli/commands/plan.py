@@ -8,7 +8,6 @@ configuration. The flags are options of `plan`; one screen (`batchfit._charts.pl
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit import errors
@@ -67,7 +66,7 @@ def _rendered(found: Plan, paste: str | None) -> RenderedAnswer:
     return RenderedAnswer(
         json=found.to_json(),
         lines=lambda width, plain: [*plan_lines(found, width=width, plain=plain), *_to_paste(found, paste)],
-        draw=lambda path: _draw_file(path),
+        page=lambda: _page(found),
         code=Code.FOUND if _fits(found) else Code.NOTHING_FITS,
     )
 
@@ -92,8 +91,11 @@ def _to_paste(found: Plan, paste: str | None) -> list[Line]:
     return lines
 
 
-def _draw_file(path: Path) -> None:
-    raise OSError(f"a plan has no picture: {path}")
+def _page(found: Plan) -> str:
+    from batchfit._report.files import Source
+    from batchfit._report.page import page
+
+    return page([Source(found)])
 
 
 def model_lines() -> list[Line]:

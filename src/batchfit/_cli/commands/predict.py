@@ -237,6 +237,7 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     first = found.predictions[0]
     doing = f", at {operation_name(first.peak_operation)}" if first.peak_operation else ""
     facts = [("peak", f"in {first.peak_phase}{doing}"), ("confidence", _confidence(found))]
+    facts += _of_ranks(found)
     facts += [("no larger", _of_row(row, found) + _why(row, first)) for row in found.rows if row.reason]
     seen: dict[str, None] = dict.fromkeys(note for one in found.predictions for note in one.unseen)
     facts += [("caveat", note) for note in seen]
@@ -250,6 +251,21 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     if next_command:
         facts.append(("next", next_command))
     return [line for label, text in facts for line in fact(label, text, width)]
+
+
+def _of_ranks(found: Predicted) -> list[tuple[str, str]]:
+    """What is said of several ranks: the global batch, and what each of them holds."""
+    facts = []
+    for one in found.predictions:
+        of = f"{one.card}: " if len(found.predictions) > 1 else ""
+        if one.ranks > 1:
+            whole = one.batch_size * one.ranks
+            facts.append(
+                ("ranks", f"{of}{one.batch_size} per GPU; x {one.ranks} ranks = global batch {whole}")
+            )
+        if one.per_rank is not None:
+            facts.append(("per rank", f"{of}{one.per_rank.summary}"))
+    return facts
 
 
 def _why(row: Row, first: Prediction) -> str:
@@ -281,7 +297,11 @@ def next_command(found: Predicted, explain: str, end: str = "") -> str:
         memory = (
             f" --gpu {row.card}" if whole else f" --budget {format_bytes(row.budget_bytes).replace(' ', '')}"
         )
-    return f"{explain} --batch-size {row.batch_size}{memory}{end}"
+    first = found.predictions[0]
+    ranks = f" --ranks {first.ranks}" if first.ranks > 1 else ""
+    ranks += f" --shard {first.shard}" if first.shard else ""
+    ranks += " --offload" if first.offload else ""
+    return f"{explain} --batch-size {row.batch_size}{memory}{ranks}{end}"
 
 
 def _confidence(found: Predicted) -> str:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from batchfit.results import Prediction
 
 
+_NO_RANKS = "ranks must be left out for a command after --: name a workload (train.py:workload)"
+
+
 def predict_program(call: ProgramCall) -> Code:
     """Predict the largest size of a program for each GPU and budget."""
     template = call.template("predict")
@@ -32,6 +35,8 @@ def predict_program(call: ProgramCall) -> Code:
     try:
         if call.flags.get("calibrate"):
             raise ValueError("calibrate must be left out for a command: its steps run on a CPU")
+        if wanted[0].ranks is not None:
+            raise ValueError(_NO_RANKS)
         if wanted[0].target is None and not wanted[0].budgets_bytes:
             raise ValueError("gpu must be given for a command (--gpu h100), or budget (--budget 24GiB)")
     except ValueError as error:
@@ -62,6 +67,8 @@ def explain_program(call: ProgramCall) -> Code:
     """Explain the memory of a program at one size."""
     template = call.template("explain")
     options = checked_options(ExplainOptions, call.flags, "explain")
+    if options.ranks is not None:
+        raise wrong_flag(ValueError(_NO_RANKS), "explain")
     call.delivery.check()
 
     def answer(progress: ProgressDisplay) -> RenderedAnswer:

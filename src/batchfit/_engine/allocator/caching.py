@@ -1,6 +1,6 @@
 """What a CUDA device's memory would do: PyTorch's caching allocator, replayed in plain Python.
 
-Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.13 reads them: a key that is
+Rules (those of `CUDACachingAllocator.cpp`, settings as torch 2.13 reads them: a key that is
 not known is ignored, a value that torch refuses is refused):
 - A request is rounded up to 512 B. Up to 1 MiB it is small and served from segments of 2 MiB; below
   10 MiB from segments of 20 MiB; from 10 MiB on it gets a segment of its own, in multiples of 2 MiB.
@@ -9,6 +9,7 @@ not known is ignored, a value that torch refuses is refused):
 - Where reserved + segment > capacity, the oversize blocks (with `max_split_size`), then every unsplit cached
   segment are released, and it is tried once more: that is a retry, whether or not it helps. Only then is the
   device out of memory.
+- A block that is freed is used again on its own stream only. (Expandable segments: here all streams share.)
 - Expandable segments: one range of addresses a pool, mapped in pages of 2 MiB (small) or 20 MiB (large) at
   the lowest address with room, and unmapped in whole free pages. A request needs only the pages that are
   missing: the driver refuses the first page that the GPU has no memory for (`cuMemCreate` in
@@ -22,8 +23,8 @@ What is not known here is where the driver puts a new segment, and that decides 
 equal size is taken: `AddressSpace` does as an H200 was seen to. Given the true addresses, 33 recorded runs
 of that GPU (torch 2.11, 106,000 allocations, 19 retries) replay without a difference in any event; with
 ours, which were fitted to these runs, 27 do, and the worst peak is 3.4 % off. Only default settings were
-compared with a GPU: not expandable segments, `max_split_size`, garbage collection or divisions.
-Other streams, CUDA graphs, private pools and memory that another process holds are not modelled, nor the
+compared with a GPU: not side streams, expandable segments, `max_split_size`, garbage collection or divisions.
+CUDA graphs, private pools and memory that another process holds are not modelled, nor the
 end of an expandable range (9/8 of the GPU: fragmentation aside, all of it), nor a GPU that is itself full
 while the cap is not reached.
 """
@@ -37,24 +38,25 @@ from typing import final
 
 from batchfit._engine.allocator.segments import (
     ADDRESS_BITS,
+    DIVISION_STEPS,
+    GRAIN,
     MIB,
     RANGE_BYTES,
     AddressSpace,
     Block,
     Pool,
     absorb,
+    empty_block,
     put_between,
+    rounded_up,
 )
 
-__all__ = ["MIB", "AllocatorSettings", "Block", "CachingAllocator"]
+__all__ = ["GRAIN", "MIB", "AllocatorSettings", "Block", "CachingAllocator"]
 
-GRAIN = 512
 SMALL_REQUEST = MIB
 SMALL_SEGMENT = 2 * MIB
 SEGMENT_GRAIN = 2 * MIB
 OWN_SEGMENT = 10 * MIB  # from here on a request has a segment of its own
-# Divisions are set for each power of two from 1 MiB to 32 GiB; what lies outside takes the nearest.
-DIVISION_STEPS = 16
 # Settings that change what fits and are not replayed, with what changes nothing (reserves: 2.15).
 _NOT_REPLAYED = {"backend": "native", "throw_on_cudamalloc_oom": "False", "expandable_segments_reserve": ""}
 _NOT_REPLAYED |= {"expandable_segments_reserve_by_class": ""}
@@ -148,7 +150,7 @@ def _parse_divisions(text: str) -> tuple[int, ...]:
 
 @final
 class CachingAllocator:
-    """One simulated device: stream order, one stream.
+    """One simulated device, in stream order.
 
     >>> device = CachingAllocator(capacity_bytes=64 * MIB)
     >>> block = device.allocate(3 * MIB)
@@ -173,12 +175,8 @@ class CachingAllocator:
         self._request_limit = self._capacity if capped or not self._expandable else _ENDLESS
         self._page_limit = _ENDLESS if capped else self._capacity
         self._collect_above = int(threshold * self._capacity) if threshold > 0 else None
-        self.small = Pool(SMALL_SEGMENT, least_remainder=GRAIN, split_below=_ENDLESS)
-        self.large = Pool(
-            rules.large_segment_bytes,
-            least_remainder=GRAIN if self._expandable else MIB + GRAIN,
-            split_below=_ENDLESS if self._expandable else self._max_split,
-        )
+        self.small, self.large = self._new_pools()
+        self._side: dict[int, tuple[Pool, Pool]] = {}  # of the streams beside the program's own
         self._addresses = AddressSpace()
         if self._expandable:
             self.large.reserve_range(0)  # both start at a page: 20 MiB do not divide the other address
@@ -190,6 +188,20 @@ class CachingAllocator:
         self.retries = 0
         self.reset_peaks()
 
+    def _new_pools(self) -> tuple[Pool, Pool]:
+        """The free blocks of a stream, small and large: no other stream is given one of them."""
+        least = GRAIN if self._expandable else MIB + GRAIN
+        below = _ENDLESS if self._expandable else self._max_split
+        large = Pool(self.rules.large_segment_bytes, least_remainder=least, split_below=below)
+        return Pool(SMALL_SEGMENT, least_remainder=GRAIN, split_below=_ENDLESS), large
+
+    def _pools_of(self, stream: int) -> tuple[Pool, Pool]:
+        if not stream or self._expandable:
+            return self.small, self.large
+        if stream not in self._side:
+            self._side[stream] = self._new_pools()
+        return self._side[stream]
+
     def reset_peaks(self) -> None:
         """Let the peaks start again from what is held now."""
         self.peak_allocated_bytes = self.allocated_bytes
@@ -197,14 +209,15 @@ class CachingAllocator:
         self.peak_requested_bytes = self.requested_bytes
         self.peak_split_bytes = self.split_bytes
 
-    def allocate(self, requested_bytes: int) -> Block | None:
+    def allocate(self, requested_bytes: int, stream: int = 0) -> Block | None:
         """A block of at least that many bytes; None if the device is out of memory even after a retry."""
         if requested_bytes <= 0:
-            return _nothing(requested_bytes)
+            return empty_block(requested_bytes)
         size = requested_bytes + GRAIN - 1 & -GRAIN
         if self._divisions:
-            size = _round_up(requested_bytes, size, self._divisions)
-        pool = self.small if size <= SMALL_REQUEST else self.large
+            size = rounded_up(requested_bytes, size, self._divisions)
+        small, large = self._pools_of(stream) if stream else (self.small, self.large)
+        pool = small if size <= SMALL_REQUEST else large
         block = self._find(pool, size)
         if block is None:
             block = self._grow(pool, size)
@@ -258,7 +271,8 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Release every unsplit cached segment, or every whole free page, to the driver."""
-        for pool in (self.large, self.small):
+        side = (pool for pools in self._side.values() for pool in pools)
+        for pool in (self.large, self.small, *side):
             for block in list(map(pool.blocks.__getitem__, pool.keys)):
                 if self._expandable:
                     self._unmap(pool, block)
@@ -426,22 +440,3 @@ class CachingAllocator:
         block.mapped = False
         self.reserved_bytes -= block.size
         pool.merge_unmapped(block)
-
-
-def _nothing(requested_bytes: int) -> Block:
-    """A request of 0 bytes costs nothing: PyTorch returns a null pointer."""
-    if requested_bytes < 0:
-        raise ValueError(f"requested_bytes must be at least 0, not {requested_bytes!r}")
-    block = Block(0, 0, None)
-    block.live = True
-    return block
-
-
-def _round_up(requested: int, size: int, divisions: tuple[int, ...]) -> int:
-    """The next of the equal steps between two powers of two (`roundup_power2_divisions`)."""
-    power = requested.bit_length() - 1
-    count = divisions[min(max(power - 20, 0), DIVISION_STEPS - 1)]
-    if count <= 1 or requested <= GRAIN * count:
-        return size
-    step = (1 << power) // count
-    return -(-requested // step) * step

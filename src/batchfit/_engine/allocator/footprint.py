@@ -383,6 +383,11 @@ class Footprint:
         return {block: tuple(blocks) for blocks in plans.values() for block in blocks}
 
     @property
+    def streams(self) -> dict[int, int]:
+        """The streams of blocks that are not made on the one that the program computes on."""
+        return {block: origin.stream for block, origin in enumerate(self.origins) if origin.stream}
+
+    @property
     def bare(self) -> Footprint:
         """The same as it is where there is no room for what kernels can do without."""
         left_out = self.optional

@@ -21,6 +21,7 @@ from batchfit._engine.allocator.footprint import Footprint
 STEPS = 12
 # Of a step that generates, as in a stability check (soak): the second finds other free blocks than the first.
 _CALLS = 3
+NO_STREAMS: Mapping[int, int] = {}
 _SETTLED = 2  # steps in a row without a retry
 
 
@@ -77,6 +78,7 @@ class _ReplayedSteps:
         self.device = device
         self.sizes = footprint.sizes_at(size)
         self.optional = footprint.optional
+        self.streams = footprint.streams
         self.blocks: dict[int, Block] = {}
 
     def ended(self, *, fits: bool, sustained: bool, failed_at: int | None = None) -> Simulation:
@@ -88,7 +90,10 @@ class _ReplayedSteps:
         return self.ended(fits=False, sustained=False, failed_at=at)
 
     def play(self, events: tuple[int, ...], begin: int, end: int) -> int | None:
-        return play(events, begin, end, self.sizes, self.device, self.blocks, self.optional)
+        return self._played(events, begin, end, self.sizes)
+
+    def _played(self, events: tuple[int, ...], begin: int, end: int, sizes: list[int]) -> int | None:
+        return play(events, begin, end, sizes, self.device, self.blocks, self.optional, self.streams)
 
     def traced_steps(self, first_size: int | None) -> int | None:
         """The steps that were traced; the event that found no room."""
@@ -96,7 +101,7 @@ class _ReplayedSteps:
         events, ends = footprint.events, footprint.step_ends
         if first_size is not None:
             begin, sizes = ends[0], footprint.sizes_at(first_size)
-            failed_at = play(events, 0, begin, sizes, self.device, self.blocks, self.optional)
+            failed_at = self._played(events, 0, begin, sizes)
             self.device.empty_cache()
             if failed_at is not None:
                 return failed_at
@@ -139,13 +144,14 @@ def play(
     device: CachingAllocator,
     blocks: dict[int, Block],
     optional: Mapping[int, tuple[int, ...]],
+    streams: Mapping[int, int] = NO_STREAMS,
 ) -> int | None:
     """Run events on a device; the position of the one that found no room, None where all did."""
     allocate, free = device.allocate, device.free
     for position in range(begin, end):
         event = events[position]
         if event >= 0:
-            block = allocate(sizes[event])
+            block = allocate(sizes[event], streams.get(event, 0)) if streams else allocate(sizes[event])
             if block is None:
                 alike = optional.get(event)
                 if alike is None:

@@ -13,6 +13,9 @@ from bisect import bisect_left, bisect_right, insort
 from typing import final
 
 MIB = 2**20
+GRAIN = 512
+# Divisions are set for each power of two from 1 MiB to 32 GiB; what lies outside takes the nearest.
+DIVISION_STEPS = 16
 RANGE_BYTES = 1 << 54  # all addresses there are
 _CHUNK_BYTES = 32 * MIB  # what the driver takes addresses in
 # A free block's key is its size, then its address, in one number: comparing numbers is what makes it fast.
@@ -197,3 +200,22 @@ def put_between(block: Block, before: Block | None, after: Block | None) -> None
         before.next = block
     if after is not None:
         after.prev = block
+
+
+def empty_block(requested_bytes: int) -> Block:
+    """A request of 0 bytes costs nothing: PyTorch returns a null pointer."""
+    if requested_bytes < 0:
+        raise ValueError(f"requested_bytes must be at least 0, not {requested_bytes!r}")
+    block = Block(0, 0, None)
+    block.live = True
+    return block
+
+
+def rounded_up(requested: int, size: int, divisions: tuple[int, ...]) -> int:
+    """The next of the equal steps between two powers of two (`roundup_power2_divisions`)."""
+    power = requested.bit_length() - 1
+    count = divisions[min(max(power - 20, 0), DIVISION_STEPS - 1)]
+    if count <= 1 or requested <= GRAIN * count:
+        return size
+    step = (1 << power) // count
+    return -(-requested // step) * step

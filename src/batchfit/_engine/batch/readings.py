@@ -1,4 +1,4 @@
-"""The ways in which a batch can be read, and which of them is certain.
+"""What the lists of a batch hold, samples or parts of one sample: the possible readings, which is certain.
 
 Rules
 - A number of samples is tried with the whole batch: every tensor has as many rows, or is in an item of a list

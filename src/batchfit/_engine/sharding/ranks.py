@@ -33,6 +33,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         Nothing.
 
     Raises:
+        ValueError: `ranks` is less than 2.
         BatchfitError: there is a process group already, as under torchrun.
     """
     if type(ranks) is not int or ranks < 2:

@@ -9,20 +9,59 @@ Rules:
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from batchfit._engine.allocator.gpus import Gpu
+from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.sharding.ddp import Buckets
 from batchfit._engine.sharding.fsdp2 import FullyShard
 from batchfit._engine.sharding.pure.layout import ShardLayout
+from batchfit._engine.sharding.ranks import fake_ranks
 from batchfit._engine.sharding.zero import OwnShares, SharedState
 from batchfit._engine.snapshot.contents import is_parallel
 from batchfit._engine.torch_private import ddp
 from batchfit._engine.torch_private.optimizers import shares_state
+from batchfit._engine.torch_private.process_groups import is_fake
+from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import StepReach
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How the traces of a workload are those of one of several ranks; `ranks` is 1 for a single process."""
+
+    ranks: int = 1
+    changes: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def on_ranks(reach: StepReach, ranks: int | None, layout: ShardLayout | None) -> Iterator[Sharding]:
+    """Inside, traces of a workload with the `changes` of what is yielded are those of one rank of `ranks`.
+
+    None: of the fake process group that is here already, or of a single process.
+    """
+    if ranks is None and not is_fake():
+        yield Sharding()
+        return
+    count = dist.get_world_size() if ranks is None else ranks
+    with fake_ranks(count):
+        yield Sharding(count, changes_for(reach, layout), tuple(caveats(reach)))
+
+
+def rules_on_ranks(reach: StepReach, gpu: Gpu | None) -> CudaRules:
+    """The kernels of a GPU, traced on the CPU: those of `gpu`, or of the one that the workload is on."""
+    here = rules_for(reach.workload, gpu, reach)
+    return CudaRules(here.gpu, torch.device("cpu", 1))
 
 
 def changes_for(reach: StepReach, layout: ShardLayout | None) -> tuple[Any, ...]:

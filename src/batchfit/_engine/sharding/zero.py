@@ -33,9 +33,10 @@ class SharedState:
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 groups = [list(group["params"]) for group in optimizer.param_groups]
-                mine = largest_share(groups, self.ranks)
-                for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                    group["params"] = [one for one in parameters if id(one) in mine]
+                share = largest_share(groups, self.ranks)
+                for group, parameters in zip(optimizer.param_groups, share, strict=True):
+                    group["params"] = parameters
+                mine = {id(one) for parameters in share for one in parameters}
                 for one in [one for one in optimizer.state if id(one) not in mine]:
                     del optimizer.state[one]
                 everything = [one for group in groups for one in group]
@@ -57,15 +58,18 @@ class OwnShares:
         yield
 
 
-def largest_share(groups: list[list[Tensor]], ranks: int) -> set[int]:
-    """The ids of the parameters of the rank that has the most of them."""
+def largest_share(groups: list[list[Tensor]], ranks: int) -> list[list[Tensor]]:
+    """The parameters of the rank that has the most of them, by group, the largest first.
+
+    The order counts: a step takes what it works with for one parameter before it lets go of the last one's.
+    """
     sizes = [0] * ranks
-    shares: list[set[int]] = [set() for _ in range(ranks)]
-    for parameters in groups:
+    shares: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in range(ranks)]
+    for number, parameters in enumerate(groups):
         for one in sorted(parameters, key=lambda one: -one.numel()):
             rank = sizes.index(min(sizes))
             sizes[rank] += one.numel()
-            shares[rank].add(id(one))
+            shares[rank][number].append(one)
     return shares[sizes.index(max(sizes))]
 
 

@@ -1,4 +1,4 @@
-"""The user's state: taken before a trial or a retry, and restored bit for bit.
+"""Copies of the user's state (no memory snapshots of torch): taken before a trial or a retry, then restored.
 
 Front door: `snapshot.py` (host copies, for trials); `batch_undo.py` undoes one backward pass.
 """

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from batchfit._engine.torch_private import needs
+from batchfit._engine.torch_private.fake import unset_fake_temporarily
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -228,10 +229,14 @@ def sharding_on(device: torch.device) -> Iterator[None]:
         raise needs.FSDP2_ON_CPU.refusal()
     with contextlib.ExitStack() as stack:
         found = False
+        outside = unset_fake_temporarily
         for name in ("_fully_shard", "_fsdp_init"):
             module = _loaded(name)
             if hasattr(module, "_get_device_from_mesh"):
                 found = True
+                mesh = getattr(module, "_get_post_forward_mesh_info", None)  # a mesh is read as it is made
+                if mesh is not None:
+                    stack.enter_context(_put(module, "_get_post_forward_mesh_info", _noted(mesh, outside)))
                 stack.enter_context(_put(module, "_get_device_from_mesh", lambda _: device))
         if not found:
             raise needs.FSDP2_STATE.refusal()

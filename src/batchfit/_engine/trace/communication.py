@@ -1,4 +1,4 @@
-"""What a step on several ranks is doing now: whether it gathers or reduces, and on which stream.
+"""Collectives in a trace: whether the step gathers or reduces at this moment, and on which stream.
 
 Blocks that are made meanwhile carry it. Where there is no process group, nothing is followed.
 """

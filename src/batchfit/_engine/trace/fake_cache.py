@@ -1,4 +1,4 @@
-"""What an operation gave for fake arguments of some shapes, it gives again: a trace asks torch once.
+"""A cache of operations' results for fake arguments: what has equal shapes, a trace asks of torch once.
 
 Nine of ten operations of a step have been seen before: layers are alike, and so are steps. torch keeps such
 results too, but what it compares takes longer than our whole trace.

@@ -43,7 +43,7 @@ from batchfit._engine.torch_private.process_groups import is_fake
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.communication import Communication
 from batchfit._engine.trace.fake_cache import FakeResults
-from batchfit._engine.trace.fake_parts import (
+from batchfit._engine.trace.held_tensors import (
     HeldTensors,
     can_fake_ranks,
     clear_if_filled,

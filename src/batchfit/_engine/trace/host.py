@@ -1,4 +1,4 @@
-"""Tensors of the host in a trace: what is computed with them is really computed, and restored afterwards.
+"""CPU tensors in a trace: operations on them run for real, and what they wrote is restored afterwards.
 
 Rules:
 - What an operation of the host writes into, and the step did not make, is restored after the trace.

@@ -1,4 +1,4 @@
-"""Answers from a trace: what a size needs, the largest that fits, and where a search should begin.
+"""Predictions from a trace: the peak at a size, the largest size that fits, where a search should begin.
 
 Rules:
 - A trace shows what each operation allocates; a replay of the caching allocator says what fits.

@@ -101,6 +101,7 @@ class WorkloadTraces:
     reach: StepReach
     rules: CudaRules
     changes: tuple[Any, ...] = ()  # contexts of each trace, as `trace` takes them
+    notes: tuple[str, ...] = ()  # what no trace with these changes shows
 
     @property
     def steps(self) -> int:
@@ -129,7 +130,7 @@ class WorkloadTraces:
         return trace(workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach)
 
     def unseen(self) -> tuple[str, ...]:
-        return tuple(unseen(self.reach.parts))
+        return (*unseen(self.reach.parts), *self.notes)
 
 
 def module_classes(parts: Iterable[Any]) -> dict[str, str]:

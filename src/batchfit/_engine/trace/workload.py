@@ -144,9 +144,14 @@ def trace_workload(
     small: tuple[Trace, Trace] | None = None,
     limit_s: float | None = None,
     reach: StepReach | None = None,
+    changes: tuple[Any, ...] = (),
+    notes: tuple[str, ...] = (),
 ) -> TracedWorkload:
-    """The footprint of a workload, as in `trace_source`; `reach` is what its step can reach, if known."""
-    source = WorkloadTraces(reach_of(workload) if reach is None else reach, rules)
+    """The footprint of a workload, as in `trace_source`; `reach` is what its step can reach, if known.
+
+    `changes` and `notes` are those of `WorkloadTraces`.
+    """
+    source = WorkloadTraces(reach_of(workload) if reach is None else reach, rules, changes, notes)
     return trace_source(source, budget_bytes=budget_bytes, most=most, small=small, limit_s=limit_s)
 
 

@@ -1,4 +1,4 @@
-"""A CPU that is out of memory as a GPU would be.
+"""A memory limit for the CPU: a step that exceeds it raises an OOM as on a GPU.
 
 Front door: `memory.py` (`batchfit.virtual_memory`).
 """

@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from batchfit._arguments import check_flag, check_whole
+from batchfit._engine.sharding.pure.layout import (
+    OFFLOAD_HELP,
+    RANKS_HELP,
+    SHARD_HELP,
+    ShardLayout,
+    layout_of,
+)
 from batchfit._options import flag
 from batchfit._units import parse_bytes
 
@@ -37,11 +44,21 @@ class ExplainOptions:
         help="GPU whose memory and kernels count.",
     )
     what_if: bool = flag(True, help="Trace what checkpointing, bf16 and the like would change, too.")
+    ranks: int | None = flag(None, int, metavar="N", shown_default="1", help=RANKS_HELP)
+    shard: str | None = flag(
+        None, str, metavar="HOW", shown_default="as the program does it", help=SHARD_HELP
+    )
+    offload: bool = flag(False, help=OFFLOAD_HELP)
 
     def __post_init__(self) -> None:
         check_whole("batch_size", self.batch_size)
         check_flag("what_if", self.what_if)
-        _ = self.target, self.budget_bytes
+        _ = self.target, self.budget_bytes, self.layout
+
+    @property
+    def layout(self) -> ShardLayout | None:
+        """How a plain model is spread over ranks; None where the program does it, or there is one process."""
+        return layout_of(self.ranks, self.shard, self.offload)
 
     @property
     def target(self) -> Gpu | None:

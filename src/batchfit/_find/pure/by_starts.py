@@ -27,8 +27,8 @@ _CHORD_EXPONENT = 0.4
 _LARGEST_LEAP_RATIO = 16.0  # however flat the readings are, so many times the largest size that ran
 _NEAR_RATIO = 1.2  # from the ray to the chord: near enough to try the chord
 _NEAR_FAILURE_RATIO = 2.0  # from the ray to a size that failed: near enough to try the ray
-_BASE_RATIO = 0.9  # a chord begins at a reading so much below the last: nearer ones have the same errors
-_FULL_STARTS = 6
+_BASE_RATIO = 0.97  # a chord begins at a reading so much below the last: nearer ones have the same errors
+_FULL_STARTS = 7
 
 
 @dataclass(frozen=True, slots=True)

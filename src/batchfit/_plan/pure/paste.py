@@ -34,6 +34,8 @@ def _arguments(row: PlanRow, cell: PlanCell) -> list[str]:
         found.append("bf16=True,  # autocast")
     if options["checkpointing"] == "all":
         found += ["gradient_checkpointing=True,", 'gradient_checkpointing_kwargs={"use_reentrant": False},']
+    if options.get("shards"):
+        found += ['fsdp="full_shard auto_wrap",', 'fsdp_config={"fsdp_version": 2},']
     return [f"    {line}" for line in found]
 
 
@@ -90,6 +92,8 @@ def _lightning(row: PlanRow, cell: PlanCell, _: int | None) -> list[str]:
         f"loader = DataLoader(dataset, batch_size={cell.batch_size})",
         f'trainer = Trainer(precision="{precision}", accumulate_grad_batches={cell.accumulation})',
     ]
+    if options.get("shards"):
+        found.append("# FSDP2: strategy=ModelParallelStrategy(), and fully_shard in configure_model")
     if options["checkpointing"] != "none":
         found.append("model.gradient_checkpointing_enable()  # in your LightningModule")
     if row.method != "full":
@@ -105,6 +109,8 @@ def _torchtune(row: PlanRow, cell: PlanCell, seq_len: int | None) -> list[str]:
         f"dtype: {'fp32' if options['weights'] == 'fp32' and row.method == 'full' else 'bf16'}",
         f"enable_activation_checkpointing: {'True' if options['checkpointing'] != 'none' else 'False'}",
     ]
+    if options.get("shards"):
+        found.append("# FSDP2: tune run --nproc_per_node 8 full_finetune_distributed")
     if seq_len is not None:
         found.append(f"tokenizer.max_seq_len: {seq_len}")
     if row.method != "full":

@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from batchfit._plan.pure.shapes import Task
+from batchfit._plan.pure.model_shape import Task
 
 Method = Literal["full", "lora", "qlora"]
 Weights = Literal["fp32", "bf16"]
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "half", "all"]
 Loss = Literal["whole", "chunked"]
+Shards = Literal["", "fsdp2"]  # how several GPUs share the model; "" is DDP
 
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 TRAINERS = ("transformers", "trl", "lightning", "torchtune")  # whose arguments can be pasted
@@ -39,6 +40,7 @@ class Setting:
     checkpointing: Checkpointing = "none"
     loss: Loss = "whole"
     rank: int = 16
+    shards: Shards = ""
 
     @property
     def name(self) -> str:
@@ -48,6 +50,7 @@ class Setting:
         parts = [method, weights.get(self.method, "bf16"), _OPTIMIZER_NAMES[self.optimizer]]
         parts += [_CHECKPOINT_NAMES[self.checkpointing]] if self.checkpointing != "none" else []
         parts += ["chunked loss"] if self.loss == "chunked" else []
+        parts += ["FSDP2"] if self.shards else []
         return ", ".join(parts)
 
     @property
@@ -89,10 +92,43 @@ _OTHERS = (
     Setting(method="lora"),
     Setting(method="lora", checkpointing="all"),
 )
+_DIFFUSION = (
+    Setting(weights="fp32"),
+    Setting(weights="fp32", checkpointing="all"),
+    Setting(),
+    Setting(checkpointing="all"),
+    Setting(checkpointing="all", optimizer="adamw8bit"),
+    Setting(method="lora"),
+    Setting(method="lora", checkpointing="all"),
+    Setting(method="qlora", checkpointing="all"),
+)
+# For several GPUs, beside the rows above: those are DDP.
+_SHARDED = (
+    Setting(weights="fp32", shards="fsdp2"),
+    Setting(shards="fsdp2"),
+    Setting(checkpointing="all", shards="fsdp2"),
+)
 _CONVOLUTIONS = (Setting(weights="fp32"), Setting(weights="fp32", optimizer="sgd"), Setting())
 
 
-def settings_for(task: Task, *, model_type: str = "", methods: tuple[Method, ...] = METHODS) -> list[Setting]:
-    """The rows of a model: every setting of these methods that it can be trained with."""
-    rows = _CAUSAL if task == "causal" else _CONVOLUTIONS if model_type == "resnet" else _OTHERS
+def is_confirmed(setting: Setting, task: Task) -> bool:
+    """Whether peaks of such rows were compared with real training on a GPU (an H200).
+
+    In `benchmarks/results`: `plan_h200_202611.md` has those of language models, `prediction_h200_202611.md`
+    autocast with AdamW of others. Diffusion models were not compared.
+    """
+    if task == "causal":
+        return setting in _CAUSAL
+    return task != "diffusion" and setting == Setting(weights="fp32")
+
+
+def settings_for(
+    task: Task, *, model_type: str = "", methods: tuple[Method, ...] = METHODS, several: bool = False
+) -> list[Setting]:
+    """The rows of a model: every setting of these methods that it can be trained with, on one GPU or more."""
+    rows: tuple[Setting, ...] = {"causal": _CAUSAL, "diffusion": _DIFFUSION}.get(task, _OTHERS)
+    if model_type == "resnet":
+        rows = _CONVOLUTIONS
+    if several:
+        rows += _SHARDED if model_type != "resnet" else _SHARDED[:1]
     return [one for one in rows if one.method in methods]

@@ -28,6 +28,7 @@ class RowCells:
     method: str
     options: dict[str, str | int]
     cells: tuple[Cell, ...]
+    is_confirmed: bool = False
 
 
 def table_of(
@@ -56,6 +57,7 @@ def table_of(
                 accumulation=_accumulation(cell.batch_size, gpus[at].count, global_batch),
                 speed=_share(rates[at][number], max(rates[at], default=0.0)),
                 cost=_share(costs[at][number], cheapest) if cheapest else None,
+                confirmed=row.is_confirmed and gpus[at].gpu.measured and gpus[at].count == 1,
             )
             for at, cell in enumerate(row.cells)
         )

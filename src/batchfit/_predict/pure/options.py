@@ -9,6 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from batchfit._engine.sharding.pure.layout import (
+    OFFLOAD_HELP,
+    RANKS_HELP,
+    SHARD_HELP,
+    ShardLayout,
+    layout_of,
+)
 from batchfit._options import flag
 from batchfit._units import parse_bytes
 
@@ -62,6 +69,11 @@ class PredictOptions:
         shown_default="as PYTORCH_CUDA_ALLOC_CONF says",
         help="Whether the program will run with expandable segments.",
     )
+    ranks: int | None = flag(None, int, metavar="N", shown_default="1", help=RANKS_HELP)
+    shard: str | None = flag(
+        None, str, metavar="HOW", shown_default="as the program does it", help=SHARD_HELP
+    )
+    offload: bool = flag(False, help=OFFLOAD_HELP)
 
     def __post_init__(self) -> None:
         max_size, margin = self.max_size, self.margin
@@ -73,7 +85,12 @@ class PredictOptions:
             value: object = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise TypeError(f"{name} must be True, False or None, not {value!r}")
-        _ = self.target, self.budgets_bytes
+        _ = self.target, self.budgets_bytes, self.layout
+
+    @property
+    def layout(self) -> ShardLayout | None:
+        """How a plain model is spread over ranks; None where the program does it, or there is one process."""
+        return layout_of(self.ranks, self.shard, self.offload)
 
     @property
     def target(self) -> Gpu | None:

@@ -2,7 +2,7 @@
 
 Rules: a pass counts where it has no gradients and is of a module in evaluation mode that trains; what has no
 parameters to train (a teacher, a reference model) is no evaluation. Passes are seen up to the second step;
-from the first step on `eval()` of such a module counts, which costs a step nothing.
+from the first step on `eval()` of such a module counts, in whatever words (`train(False)`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ class EvaluationWatch:
 
     def __init__(self) -> None:
         self.seen = False
-        self._steps = False
-        plain = nn.Module.eval
+        self._steps = self._inside = False
+        plain = nn.Module.train
 
         @functools.wraps(plain)
-        def watched(module: nn.Module) -> Any:
-            self.seen = self.seen or (self._steps and _trains(module))
-            return plain(module)
+        def watched(module: nn.Module, mode: bool = True) -> Any:
+            if mode or self._inside or self.seen or not self._steps:
+                return plain(module, mode)
+            self.seen, self._inside = _trains(module), True  # its modules are asked in turn
+            try:
+                return plain(module, mode)
+            finally:
+                self._inside = False
 
-        nn.Module.eval = watched  # type: ignore[assignment,method-assign]
+        nn.Module.train = watched  # type: ignore[assignment,method-assign]
 
     def take_pass(self, module: nn.Module) -> None:
         """A pass of an outermost module is over."""

@@ -1,1 +1,1 @@
-"""The program run for real: `batchfit run`. Begin at `real_run.py`."""
+"""`batchfit run`: the program's real training run, at the size that was found. Begin at `real_run.py`."""

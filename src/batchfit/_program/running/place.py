@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+from batchfit._engine.device.interrupts import Interrupts
 from batchfit._program.disk_room import room_for
 from batchfit._program.pure.after_exit import Ending
 from batchfit._program.pure.variables import exit_variables, limit_variables
@@ -41,11 +42,23 @@ class RunPlace:
     @contextmanager
     def made(cls) -> Iterator[RunPlace]:
         """One, and nothing of it afterwards."""
+        place: RunPlace | None = None
+        try:
+            with Interrupts():  # half made, nothing would delete it
+                place = cls._begun()
+            yield place
+        finally:
+            with Interrupts():
+                if place is not None:
+                    place._end()
+
+    @classmethod
+    def _begun(cls) -> RunPlace:
         with room_for("the run"):
             folder = Path(tempfile.mkdtemp(prefix="batchfit-run-"))
         token = secrets.token_hex(16)
-        reads, writes = os.pipe()
         try:
+            reads, writes = os.pipe()
             script = str(Path(__file__).with_name("run_watch.py"))
             watch = subprocess.Popen(
                 [sys.executable, "-I", "-S", script, str(reads), token, str(folder)],
@@ -56,15 +69,17 @@ class RunPlace:
                 start_new_session=True,
             )
             os.close(reads)
-            try:
-                yield cls(folder, watch, writes, token)
-            finally:
-                with contextlib.suppress(OSError):
-                    os.write(writes, b"0\n")
-                os.close(writes)
-                watch.wait()
-        finally:
+        except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(folder, watch, writes, token)
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._orders, b"0\n")
+        os.close(self._orders)
+        self._watch.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def environment(
         self, variables: Mapping[str, str], *, notes_exit: bool, limit_bytes: int | None = None

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal, final
 
+from batchfit._arguments import check_flag, check_whole
+
 Kind = Literal["ddp", "fsdp2", "zero1"]
 _NAMES: Final = ("ddp", "fsdp2", "hsdp:RxS", "zero1", "zero2", "zero3")
 _HSDP: Final = re.compile(r"(\d+)x(\d+)")
@@ -66,6 +68,32 @@ class ShardLayout:
             raise ValueError(f"shard must be a grid of all {ranks} ranks, each side at least 2, not {text!r}")
         dtype, reshard = _read(text, options[1:], shards)
         return cls("fsdp2", ranks, text, replicas, True if reshard is None else reshard, offload, dtype)
+
+
+MOST_RANKS: Final = 1_000_000
+RANKS_HELP: Final = "Processes (GPUs) that the program runs on; traced in this one, and no GPU is used."
+SHARD_HELP: Final = (
+    "How the model is spread over them where the program does not do it itself: fsdp2, ddp, hsdp:2x4, zero1, "
+    "zero2 or zero3; with options as in fsdp2:bf16,reshard=4."
+)
+OFFLOAD_HELP: Final = "FSDP2 keeps shards, their gradients and the optimizer's state on the host."
+
+
+def layout_of(ranks: int | None, shard: str | None, offload: bool) -> ShardLayout | None:
+    """What the options `ranks`, `shard` and `offload` mean together; None: as the program does it."""
+    check_whole("ranks", ranks, at_least=2, at_most=MOST_RANKS, optional=True)
+    check_flag("offload", offload)
+    if shard is not None and not isinstance(shard, str):
+        raise TypeError(f'shard must be a text such as "fsdp2" or None, not {shard!r}')
+    if shard is None:
+        if offload:
+            raise ValueError(
+                "offload must be False where no shard is given: it is an option of FSDP2, not True"
+            )
+        return None
+    if ranks is None:
+        raise ValueError(f"ranks must be given with shard={shard!r}, not None")
+    return ShardLayout.parse(shard, ranks=ranks, offload=offload)
 
 
 def _read(text: str, options: list[str], shards: int) -> tuple[str, bool | int | None]:

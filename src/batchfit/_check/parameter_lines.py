@@ -1,4 +1,4 @@
-"""Which line of the program declares a parameter: read from the source.
+"""The source line that declares each parameter, found in the program's source.
 
 Weights are there before a step begins, so that no line of the step has made them.
 

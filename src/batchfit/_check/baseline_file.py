@@ -1,4 +1,4 @@
-"""The file of baselines: read, and one record of it written, by several processes at a time."""
+"""The baseline file (`memory.json`): reads it, and writes one record, safe with several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on the device before the first step; small questions about what gets a fake."""
+"""The tensors that are on the device before the first step: weights, gradients, optimizer state, by name."""
 
 from __future__ import annotations
 
