@@ -17,7 +17,7 @@ from batchfit._charts.text import Line
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
-    from batchfit.results import Plan, PlanCell, PlanColumn
+    from batchfit.results import Plan, PlanCell, PlanColumn, PlanRun
 
 WIDTH = 80
 _CELL = 21
@@ -40,6 +40,8 @@ def plan_lines(plan: Plan, *, width: int = WIDTH, plain: bool = False) -> list[L
     lines += [[], *([("  " + part, "dim")] for part in textwrap.wrap(legend(plan), width - 2)), []]
     for column in plan.columns:
         lines += fact(column.title, advice(plan, column), width, room=_label_room(plan))
+    if plan.run is not None:
+        lines += fact("run here", run_text(plan.run), width, room=_label_room(plan))
     for note in plan.unseen:
         parts = textwrap.wrap(f"caveat: {note}", width - 2, break_on_hyphens=False)
         lines += [[("  " + part, "warn")] for part in parts]
@@ -100,7 +102,8 @@ def _cell(cell: PlanCell, column: PlanColumn, row: int, *, plain: bool) -> tuple
 
 
 def _label_room(plan: Plan) -> int:
-    return max(len(column.title) for column in plan.columns) + 1
+    names = [column.title for column in plan.columns] + (["run here"] if plan.run is not None else [])
+    return max(map(len, names)) + 1
 
 
 def advice(plan: Plan, column: PlanColumn) -> str:
@@ -124,6 +127,14 @@ def advice(plan: Plan, column: PlanColumn) -> str:
             else f", {cell.cost:.2f} times the cheapest per sample"
         )
     return text
+
+
+def run_text(run: PlanRun) -> str:
+    """`as it is on cpu: 118 found, 120 planned; peak 1.91 GiB, 1.94 GiB planned; fastest at 64 (...)`."""
+    text = f"{run.setting} on {run.device}: {run.batch_size:,} found, {run.planned_batch_size:,} planned"
+    if run.peak_bytes is not None:
+        text += f"; peak {format_bytes(run.peak_bytes)}, {format_bytes(run.planned_peak_bytes)} planned"
+    return text + f"; {run.fastest:,} is enough for the best speed ({run.samples_per_s:,.3g} samples/s)"
 
 
 def as_markup(plan: Plan) -> str:

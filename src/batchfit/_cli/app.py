@@ -19,6 +19,7 @@ from batchfit._check.pure.options import CheckOptions
 from batchfit._cli.commands.schedule_flags import schedule_app
 from batchfit._cli.flags import (
     OUTPUT,
+    AppliesPlan,
     Command,
     FlagValues,
     Group,
@@ -29,6 +30,7 @@ from batchfit._cli.flags import (
     ProgramEnv,
     ProgramSet,
     ProjectTarget,
+    ReportFile,
     TargetCommand,
     TargetOrCommand,
     WholeTracebacks,
@@ -250,17 +252,10 @@ def plan(
             help="Show what to paste for each GPU: transformers, trl, lightning or torchtune.",
         ),
     ] = None,
+    apply: AppliesPlan = False,
     json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-            help="Write the plan as an HTML page to this file, too.",
-        ),
-    ] = None,
+    report: ReportFile = None,
     traceback: WholeTracebacks = False,
     list_models: ListModels = False,
 ) -> None:
@@ -270,7 +265,7 @@ def plan(
 
     delivery = Delivery(as_json=json, output=output, report=report)
     call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
-    end(lambda: plan_target(call, paste))
+    end(lambda: plan_target(call, paste, apply=apply))
 
 
 @app.command(cls=TargetCommand, help=CHECK_HELP)

@@ -74,6 +74,22 @@ OutputFile = Annotated[
         metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
     ),
 ]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+        help="Write the answer as an HTML page to FILE, too.",
+    ),
+]
+AppliesPlan = Annotated[
+    bool,
+    typer.Option(
+        "--apply",
+        help="On a machine with that GPU: run find and profile with a workload as it is, and compare.",
+    ),
+]
 WholeTracebacks = Annotated[
     bool,
     typer.Option(

@@ -1,6 +1,7 @@
 """What one sample costs in floating-point operations, counted in a trace of one step.
 
-Rules: torch's own formulas count products, convolutions and attention; the rest is memory traffic. What
+Rules: torch's own formulas count products, convolutions and attention; products by experts are counted here;
+the rest is memory traffic. What
 bitsandbytes' 4-bit products compute has no formula there: they are counted as LoRA's on plain weights.
 """
 
@@ -32,6 +33,9 @@ def flops_per_sample(work: Workload) -> float:
     return float(counter.total)
 
 
+_GROUPED: Any = getattr(torch.ops.aten, "_grouped_mm", None) and torch.ops.aten._grouped_mm.default
+
+
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Sees operations before the recorder does: attention is whole here."""
 
@@ -42,9 +46,18 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
+        if func is _GROUPED:
+            self.total += _of_groups(*args[:2])
+        elif formula is not None:
             self.total += formula(*_with_all_heads(func, args), **(kwargs or {}), out_val=out)
         return out
+
+
+def _of_groups(one: Tensor, two: Tensor) -> int:
+    """Of products by groups of rows, one per expert: every row is in one group."""
+    if two.dim() == 2:  # the gradient of weights: rows are summed over
+        return 2 * one.shape[-2] * one.shape[-1] * two.shape[-1]
+    return int(2 * one.numel() * two.shape[-1])
 
 
 def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

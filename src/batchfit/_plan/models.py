@@ -128,8 +128,8 @@ def caveats_of(shape: ModelShape) -> Iterator[str]:
         )
     if any("experts" in name for name in shape.config):
         yield (
-            "a mixture of experts: transformers keeps those of a layer in one tensor, which is no nn.Linear: "
-            "LoRA does not reach them, and QLoRA leaves them in bf16"
+            "a mixture of experts: those of a layer are one tensor, no nn.Linear, so rows of QLoRA have them "
+            "in bf16, as bitsandbytes does"
         )
 
 

@@ -10,6 +10,7 @@ computes the loss, as in the training loops of transformers, TRL and Lightning.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -114,7 +115,9 @@ def _checkpoint(model: Any, setting: Setting) -> None:
 def _with_lora(model: nn.Module, shape: ModelShape, rank: int) -> Any:
     peft: Any = importlib.import_module("peft")
     task = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}.get(shape.task)
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        # Of experts: PEFT looks for names that older checkpoints have.
+        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys")
         layers = "all-linear" if shape.task != "diffusion" else _attention_layers(model)
         options = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers, task_type=task)
         return peft.get_peft_model(model, options, low_cpu_mem_usage=True)

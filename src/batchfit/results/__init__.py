@@ -37,7 +37,7 @@ from batchfit.results._oom import (
     RankMemory,
     SettingReplay,
 )
-from batchfit.results._plan import Plan, PlanCell, PlanColumn, PlanRow
+from batchfit.results._plan import Plan, PlanCell, PlanColumn, PlanRow, PlanRun
 from batchfit.results._run import ProgramRun, ProgramStart
 from batchfit.results._sweep import SkippedConfiguration, SweepRecord, SweepResult
 from batchfit.results._throughput import (
@@ -72,6 +72,7 @@ __all__ = [
     "PlanCell",
     "PlanColumn",
     "PlanRow",
+    "PlanRun",
     "Point",
     "Prediction",
     "ProgramRun",

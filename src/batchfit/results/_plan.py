@@ -82,6 +82,32 @@ class PlanRow(Result):
     note: str = ""
 
 
+class PlanRun(Result):
+    """What the planned step really took on this machine (`batchfit plan --apply`).
+
+    Attributes:
+        setting: the row that was run: the step as it is.
+        gpu: the GPU that was planned.
+        device: the device that it ran on.
+        planned_batch_size: the largest microbatch by the plan.
+        planned_peak_bytes: its peak by the plan.
+        batch_size: the largest that `find_batch_size` found.
+        peak_bytes: the measured peak at that size; None where the device does not say it.
+        fastest: the size that `profile_throughput` recommends.
+        samples_per_s: the measured throughput there.
+    """
+
+    setting: str
+    gpu: str
+    device: str
+    planned_batch_size: int
+    planned_peak_bytes: int
+    batch_size: int
+    peak_bytes: int | None = None
+    fastest: int
+    samples_per_s: float
+
+
 class Plan(Result):
     """What `plan` answers: settings by GPUs. Nothing was downloaded, allocated or run.
 
@@ -96,6 +122,7 @@ class Plan(Result):
         columns: the GPUs.
         rows: the settings.
         unseen: caveats, each as a sentence.
+        run: what the step really took here; None unless it was asked for (`batchfit plan --apply`).
         traced: how many settings were traced, not read from the cache.
         elapsed_s: seconds that it took.
         batchfit_version: version of batchfit that planned.
@@ -112,6 +139,7 @@ class Plan(Result):
     columns: tuple[PlanColumn, ...]
     rows: tuple[PlanRow, ...]
     unseen: tuple[str, ...] = ()
+    run: PlanRun | None = None
     traced: int = 0
     elapsed_s: float = 0.0
     batchfit_version: str = ""

@@ -146,3 +146,14 @@ def test_a_model_whose_layers_do_not_repeat_is_traced_whole(monkeypatch: pytest.
     monkeypatch.setattr(repeated.Repetition, "learned", refuse)
     assert quick.trace(2, steps=1) == whole(2, 1)
     assert quick.refused == ["no"]
+
+
+def test_products_of_experts_are_counted() -> None:
+    config = {"model_type": "qwen3_moe", **MODELS["qwen3_moe"][2], "num_hidden_layers": 2}
+
+    def counted(chosen: int) -> float:
+        model = ModelShape("x", "causal", {**config, "num_experts_per_tok": chosen})
+        return flops_per_sample(workload_of(model, Setting(), 32))
+
+    tokens, layers, products = 32, 2, 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    assert counted(4) - counted(2) == 6 * tokens * 2 * layers * products

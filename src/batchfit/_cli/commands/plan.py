@@ -26,18 +26,30 @@ if TYPE_CHECKING:
     from batchfit.workload import Workload
 
 
-def plan_target(call: TargetCall, paste: str | None) -> Code:
+def plan_target(call: TargetCall, paste: str | None, *, apply: bool = False) -> Code:
     """Plan a model by its name, or load a target and plan that."""
     options = checked_options(PlanOptions, call.flags, "plan")
     if paste is not None and paste not in TRAINERS:
         raise CommandFailed(Code.USAGE, f"--paste must be one of {', '.join(TRAINERS)}, not {paste!r}")
     if ":" not in call.target:
+        if apply:
+            raise CommandFailed(Code.USAGE, "--apply needs a program to run: a workload (file.py:name)")
         return _plan_model(call, options, paste)
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         from batchfit._plan.plan import plan_with
 
-        return _rendered(plan_with(workload, options, _reporting(progress)), paste)
+        if not apply:
+            return _rendered(plan_with(workload, options, _reporting(progress)), paste)
+        from batchfit._plan.apply import OtherGpuError, applied, check_machine
+
+        try:
+            check_machine(options)
+        except OtherGpuError as error:
+            raise CommandFailed(Code.USAGE, str(error)) from None
+        planned = plan_with(workload, options, _reporting(progress))
+        progress.doing("running the step as it is")
+        return _rendered(applied(workload, planned, options), paste)
 
     return run_on_target(call, work, command="plan")
 
