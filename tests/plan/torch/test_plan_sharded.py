@@ -55,6 +55,7 @@ def test_a_cell_under_fsdp2_is_what_predict_answers_for_as_many_ranks(
 
 
 @needs_fsdp2
+@pytest.mark.slow
 def test_a_workload_has_a_row_under_fsdp2_for_several_gpus() -> None:
     def work() -> batchfit.Workload:
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))

@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not fsdp2.runs_on_cpu(), reason="needs torch 2.8: FSDP2 on a CPU"),
 ]
 LAYOUTS = ["fsdp2", "zero2:bf16", "fsdp2:reshard=2", "hsdp:2x2", "ddp", "zero1"]
+MORE_LAYOUTS = ["fsdp2", "zero2:bf16", "hsdp:2x2", "ddp"]
 BLOCKS, WIDE = 3, 256
 
 
@@ -85,7 +86,10 @@ def same(one: list[Any], two: list[Any]) -> bool:
     return first == second and all(map(torch.equal, values, others))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp2:reshard=2", "zero1", *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_LAYOUTS)],
+)
 def test_a_plain_model_is_spread_for_the_trace_only(layout: str) -> None:
     workload = work()
     workload.step(2)  # an optimizer with state
@@ -154,13 +158,19 @@ def test_a_model_that_the_program_wraps_is_traced_as_it_is(wrap: Any) -> None:
 
 
 def test_an_explanation_names_communication() -> None:
-    why = batchfit.explain_memory(work(), batch_size=8, budget="256MiB", ranks=4, shard="fsdp2")
+    why = batchfit.explain_memory(work(), batch_size=8, ranks=4, shard="fsdp2", what_if=False)
     kinds = {one.name: one.peak_bytes for one in why.kinds}
     assert kinds["communication"] > kinds["weights"]
     assert sum(kinds.values()) == why.peak_bytes
     assert any("not confirmed on GPUs" in note for note in why.unseen)
-    assert any("checkpointing" in one.change for one in why.what_ifs) or why.largest is not None
     assert "communication" in str(why)
+
+
+@pytest.mark.slow
+def test_what_checkpointing_brings_is_traced_for_a_rank() -> None:
+    why = batchfit.explain_memory(work(), batch_size=4000, budget="256MiB", ranks=4, shard="fsdp2")
+    assert any("checkpointing" in one.change for one in why.what_ifs)
+    assert not any("bf16" in one.change for one in why.what_ifs), "weights are those of a rank"
 
 
 def test_blocks_of_other_streams_are_marked() -> None:
