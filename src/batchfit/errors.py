@@ -27,14 +27,27 @@ user's own code comes out unchanged, with the batch size added as a note.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 _EXPLAIN_FURTHER = "More: batchfit explain (batchfit.explain_memory) at that size."
 _LOOK_FURTHER = 'More: batchfit.record_oom("oom.pickle"), then batchfit why oom.pickle.'
 
 
 class BatchfitError(Exception):
-    """Base of every error that batchfit raises for a run that cannot go on."""
+    """Base of every error that batchfit raises for a run that cannot go on.
+
+    All of them can be pickled, so that a process pool or a Ray task can raise them.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(kind: type[BatchfitError], args: tuple[Any, ...], state: dict[str, Any]) -> BatchfitError:
+    """An error as it was; its `__init__` takes what the text was made of, not the text."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 _NO_BATCH_HELPS = (

@@ -116,10 +116,11 @@ class CommandSignals:
         self._noted = []
 
     def came_out(self, error: BaseException) -> KeyboardInterrupt | None:
-        """The interrupt that `error` is, or that became `error`."""
+        """The interrupt that `error` is, or that became `error`; a later error is none of it."""
+        raised, self._raised = self._raised, 0
         if isinstance(error, KeyboardInterrupt):
             return error
-        return _interrupt(self._raised) if self._raised else None
+        return _interrupt(raised) if raised else None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:

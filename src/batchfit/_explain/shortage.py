@@ -24,6 +24,7 @@ from torch import nn
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import STATE, Footprint, Trace
 from batchfit._engine.allocator.replay import simulate
+from batchfit._engine.batch.token_source import token_bounds
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.oracle import MARGINS, allocator_rules, held_beside
 from batchfit._engine.trace.trace import trace
@@ -94,19 +95,19 @@ def shortage_of(
     whatever a program does with a fake tensor, its real device is safe. `beside_bytes` is what is held
     besides what a trace counts, if known.
     """
-    reach = reach_of(workload)
-    if not any(isinstance(part, nn.Module) for part in reach.parts):
-        return None
-    if rules is None:
-        here = rules_for(workload, reach=reach)
-        rules = here if here.device.type != "cuda" else rules_for(workload, here.gpu, reach)
-    if beside_bytes is None:
-        beside_bytes = 0 if on_cpu else held_beside(reach.parts, rules.gpu)[0]
-    capacity_bytes = round(budget_bytes * (1 - margin)) - beside_bytes
-    room = _Allowance(capacity_bytes, allocator_rules() if settings is None else settings, on_cpu)
-    study = _ShortStudy(reach, rules, size, room, time.perf_counter() + limit_s)
+    ends = time.perf_counter() + limit_s
     try:
-        return study.answer()
+        reach = reach_of(workload)
+        if not any(isinstance(part, nn.Module) for part in reach.parts) or token_bounds(workload._source):
+            return None
+        if rules is None:
+            here = rules_for(workload, reach=reach)
+            rules = here if here.device.type != "cuda" else rules_for(workload, here.gpu, reach)
+        if beside_bytes is None:
+            beside_bytes = 0 if on_cpu else held_beside(reach.parts, rules.gpu)[0]
+        capacity_bytes = round(budget_bytes * (1 - margin)) - beside_bytes
+        room = _Allowance(capacity_bytes, allocator_rules() if settings is None else settings, on_cpu)
+        return _ShortStudy(reach, rules, size, room, ends).answer()
     except UntraceableError as error:
         log.info("no memory breakdown of the size that failed: %s", str(error))
     except Exception as error:  # noqa: BLE001  the error to be explained is what the user shall see

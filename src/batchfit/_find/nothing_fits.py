@@ -15,7 +15,6 @@ from batchfit._engine.trial.in_process import InProcess
 from batchfit._engine.trial.trial import TrialRunner
 from batchfit._explain.shortage import LIMIT_S, for_error
 from batchfit._units import in_use_bytes
-from batchfit.errors import BatchfitError
 from batchfit.results import Trial
 
 log = logging.getLogger("batchfit")
@@ -37,6 +36,6 @@ def why_nothing_fits(runs: TrialRunner, last: Trial, budget_bytes: int) -> dict[
     elif isinstance(runs, InChildren):
         try:
             found = runs.call(_IN_CHILD, asked, timeout_s=_PATIENCE_S)
-        except (BatchfitError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  that nothing fits is what the user shall see
             log.info("no memory breakdown of the size that failed: %s", str(error))
     return found or known

@@ -152,7 +152,7 @@ class ResizableLoader:
             size, None, rank, world_size, drop_last, tokens_per_sample, token_sampler=batch_sampler
         )
         self.dataset = dataset
-        self.sampler = sampler
+        self.sampler, self.batch_sampler = sampler, batch_sampler
         self.defer = defer
         self.num_workers = num_workers
         self._seed = whole(seed, name="seed")
@@ -430,20 +430,20 @@ class ResizableLoader:
         workers = self.num_workers if self._streams else None
         check_state(state, order=self._order, length=length, workers=workers)
         size = self._settings.checked("batch_size", state["batch_size"])
-        tokens = self._settings.token_sampler
-        if tokens is not None:
+        if (tokens := self._settings.token_sampler) is not None:
+            tokens._check_goes_on(state["tokens"], state["made_with"])
             tokens.seed = state["seed"]
-            if tokens._given != state["given_max_tokens"]:  # the user asks for another one
-                size = tokens.max_tokens
+            # The user may ask for another one.
+            size = size if tokens._given == state["given_max_tokens"] else tokens.max_tokens
         with self._lock:
             self._seed, self._settings.batch_size = state["seed"], size
             if state.get("schedule_ended", False):  # by a size that was set, which still counts
                 self._settings.schedule, self._settings.ended = None, True
             handed, batches = state["position"], state["batches"]
+            ledger = self._dealer.ledger.resumed(handed, batches)
             begun = Progress(state["epoch"], state["step"] - batches, state["samples"] - handed)
             if tokens is not None:
                 begun = replace(begun, tokens=state["token_count"] - state["tokens"]["tokens"])
-            ledger = self._dealer.ledger.resumed(handed, batches)
             self._dealer = self._new_dealer(begun, ledger, state)
             self._begun, self._next_epoch = False, None
             if self._streams:  # workers that live must start again

@@ -111,4 +111,9 @@ class TokenDealer(Dealer):
         self._next, self._dealt = self._handed, []
 
     def state(self) -> dict[str, Any]:
-        return {"tokens": self._handed.to_dict(), "given_max_tokens": self._sampler._given}
+        sampler = self._sampler
+        return {
+            "tokens": self._handed.to_dict(),
+            "given_max_tokens": sampler._given,
+            "made_with": sampler._made_with(),
+        }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, SupportsIndex, final
 
 import torch
@@ -220,7 +220,29 @@ class TokenBatchSampler(Sampler[list[int]]):
             "max_tokens": self._max_tokens,
             "done": list(self._done),
             "position": self._at.to_dict(),
+            "made_with": self._made_with(),
         }
+
+    def _made_with(self) -> dict[str, Any]:
+        """What a position in an epoch depends on besides seed, `max_tokens` and ranks, as plain data."""
+        rules = asdict(self._rules)
+        del rules["max_tokens"]
+        flags = {name: getattr(self, name) for name in ("drop_longer", "drop_last", "shuffle", "window")}
+        places = torch.arange(1, len(self.lengths) + 1)
+        return {**rules, **flags, "checksum of lengths": int((self.lengths * places).sum())}
+
+    def _check_goes_on(self, position: Mapping[str, Any], made_with: Mapping[str, Any]) -> None:
+        """Refuse a position within an epoch of a sampler that was made otherwise: it deals out otherwise.
+
+        Args:
+            position: where the checkpoint is.
+            made_with: `_made_with()` of its sampler.
+        """
+        for name, own in self._made_with().items() if position["steps"] else ():
+            if own != made_with[name]:
+                raise ValueError(
+                    f"{name} must be {made_with[name]!r} to go on within the epoch of the state, not {own!r}"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called, also with another number of ranks.
@@ -232,13 +254,15 @@ class TokenBatchSampler(Sampler[list[int]]):
             state: what `state_dict()` returned.
 
         Raises:
-            ValueError: `state` is something else, or of another dataset.
+            ValueError: `state` is something else, of another dataset, or within an epoch of a sampler with
+                other arguments.
         """
         found = state.get("version") if hasattr(state, "get") else None
         if found != _VERSION or "position" not in state:
             raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
         if state["length"] != len(self.lengths):
             raise ValueError(f"state must be of {len(self.lengths)} samples, not {state['length']!r}")
+        self._check_goes_on(state["position"], state["made_with"])
         if state["given_max_tokens"] == self._given:
             self.max_tokens = state["max_tokens"]
         self.seed = state["seed"]
@@ -249,14 +273,14 @@ class TokenBatchSampler(Sampler[list[int]]):
     def extremes(self, max_tokens: int) -> list[list[int]]:
         """Batches that need the most memory at that size, by index: what a search runs.
 
-        That of the longest samples, that of the most tokens, and that of the most samples, as far as they are
-        different.
+        That of the longest samples, that of the most tokens, that of the most samples and that of the most
+        squared lengths (attention), as far as they are different.
 
         Args:
             max_tokens: most tokens of one batch on one rank.
 
         Returns:
-            One to three batches, each a list of indices.
+            One to four batches, each a list of indices.
         """
         limits = self._limits(self._checked(max_tokens))
         lengths, order = torch.sort(self.lengths, descending=True, stable=True)
@@ -265,7 +289,33 @@ class TokenBatchSampler(Sampler[list[int]]):
         runs = longest_runs(sizes, limits, fits)
         widest = max(runs, key=lambda run: limits.tokens(sizes[slice(*run)]))
         most = max(runs, key=lambda run: run[1] - run[0])
-        return [indices[slice(*run)] for run in dict.fromkeys((runs[0], widest, most))]
+        squared = max(runs, key=lambda run: limits.squares(sizes[slice(*run)]))
+        return [indices[slice(*run)] for run in dict.fromkeys((runs[0], widest, squared, most))]
+
+    def shapes(self, max_tokens: int) -> str:
+        """`extremes` as text: `4 x 512, 32 x 64`, samples and the length of the longest.
+
+        Args:
+            max_tokens: most tokens of one batch on one rank.
+
+        Returns:
+            The text.
+        """
+        limits, found = self._limits(max_tokens), []
+        for indices in self.extremes(max_tokens):
+            longest = int(self.lengths[indices].max())
+            found.append(f"{len(indices)} x {limits.padded(longest)}")
+        return f"{', '.join(dict.fromkeys(found))} (samples x {'longest' if limits.packed else 'tokens'})"
+
+    def bounds(self) -> tuple[int, int]:
+        """The least `max_tokens` that is allowed, and the most that changes anything."""
+        limits, count = self._rules, len(self.lengths)
+        lengths = self.lengths.min() if self.drop_longer else self.lengths.max()
+        rows = count if limits.max_rows is None else min(count, limits.max_rows)
+        longest = limits.padded(int(self.lengths.max()))
+        most = int(self.lengths.sum()) if limits.packed else longest * rows
+        least = limits.padded(int(lengths))
+        return least, max(least, most)
 
     def __repr__(self) -> str:
         what = "packed" if self._rules.packed else "padded"

@@ -100,6 +100,19 @@ def test_one_that_comes_while_an_answer_is_delivered_changes_nothing() -> None:
         send(signal.SIGTERM)
 
 
+def test_an_error_after_an_interrupt_that_was_handled_is_an_error() -> None:
+    """What goes wrong when a partial answer is saved is no interrupt."""
+
+    def saved_badly() -> Code:
+        with pytest.raises(KeyboardInterrupt) as stop:
+            send(signal.SIGINT)
+        assert SIGNALS.came_out(stop.value) is stop.value
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        end(saved_badly)
+
+
 def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

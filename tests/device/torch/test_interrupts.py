@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from warm import run_python
 
-from batchfit._engine.device.interrupts import Interrupts
+from batchfit._engine.device.interrupts import Interrupts, safe_point
 
 PROGRAM = Path(__file__).parents[2] / "support" / "interrupted.py"
 # Verb, times, signals each time.
@@ -94,6 +94,21 @@ def test_a_handler_of_the_programs_own_gets_it_and_may_go_on() -> None:
             ctrl_c()
             assert seen == []
         assert seen == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_safe_point_hands_it_to_a_handler_that_was_set_within_a_block() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+            with Interrupts():
+                ctrl_c()
+                assert seen == []
+                safe_point()
+                assert seen == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
 

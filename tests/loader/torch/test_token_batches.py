@@ -275,6 +275,30 @@ def test_a_state_of_something_else_is_refused() -> None:
         sampler.load_state_dict(TokenBatchSampler([3], 9).state_dict())
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        *(("window", 2), ("packed", True), ("max_rows", 3), ("multiple_of", 2), ("pad_to_multiple_of", 8)),
+        *(("shuffle", False), ("drop_last", True), ("drop_longer", True), ("checksum of lengths", [3] * 40)),
+    ],
+)
+def test_a_position_within_an_epoch_is_one_of_a_sampler_that_was_made_alike(name: str, other: Any) -> None:
+    """Another window or limit has other plans: samples would be lost, and others come twice."""
+    lengths = [1 + number % 5 for number in range(40)]
+    changed = {"lengths": other} if name == "checksum of lengths" else {"lengths": lengths, name: other}
+    sampler, loader = (TokenBatchSampler(lengths, 10) for _ in range(2))
+    ours = ResizableLoader(range(40), batch_sampler=loader)  # type: ignore[arg-type]
+    fresh = sampler.state_dict()
+    next(iter(sampler))
+    next(iter(ours))
+    with pytest.raises(ValueError, match=rf"{name} must be .* to go on within the epoch of the state, not"):
+        TokenBatchSampler(max_tokens=10, **changed).load_state_dict(sampler.state_dict())
+    into = TokenBatchSampler(max_tokens=10, **changed)
+    with pytest.raises(ValueError, match=rf"{name} must be .* to go on within the epoch of the state, not"):
+        ResizableLoader(range(40), batch_sampler=into).load_state_dict(ours.state_dict())  # type: ignore[arg-type]
+    TokenBatchSampler(max_tokens=10, **changed).load_state_dict(fresh)  # an epoch that has not begun
+
+
 def test_an_iterator_ends_where_its_sampler_goes_elsewhere() -> None:
     sampler = TokenBatchSampler([3] * 10, 6)
     running = iter(sampler)

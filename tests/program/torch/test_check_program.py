@@ -71,6 +71,19 @@ def test_a_command_with_its_size_in_it_has_a_baseline_by_line() -> None:
     assert found["peak_bytes"] > 3 * activations
 
 
+@pytest.mark.parametrize("drop_last", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_size_beyond_the_programs_samples_has_no_baseline(drop_last: bool) -> None:
+    """Its batches are of 20 samples, and not of 32; without its last batch it takes no step at all."""
+    source = TRAIN.replace("int(sys.argv[1])", "min(int(sys.argv[1]), 20)")
+    if drop_last:
+        source = source.replace("for _ in range(6):", "for _ in range(6 if int(sys.argv[1]) <= 20 else 0):")
+    Path("train.py").write_text(source)
+    done = check("--update", "--batch-size", "32", "--", *COMMAND, "{}")
+    assert done.exit_code == Code.RAISED
+    assert "batch_size must leave the program two whole batches, not 32" in done.stderr.replace("\n", " ")
+    assert not Path("memory.json").exists()
+
+
 @pytest.mark.slow
 def test_a_change_of_a_program_is_named_with_its_line() -> None:
     command = [*COMMAND, "{}"]

@@ -270,6 +270,7 @@ def test_a_command_without_a_place_for_a_size_runs_within_a_budget() -> None:
     [
         ((), "With --budget 2GiB it is run as it is"),
         (("--budget", "4MiB", "--restarts", "2"), "restarts must be left out where the command has no place"),
+        (("--budget", "4MiB", "--max-size", "8"), "max_size must be left out where the command has no place"),
         (("--budget", "32"), "did you mean '32GiB'"),
     ],
 )

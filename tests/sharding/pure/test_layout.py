@@ -44,6 +44,8 @@ def test_a_text_names_a_layout(text: str, kind: str, replicas: int, reshard: boo
         ("fsdp2:reshard=8", "divides 8"),
         ("hsdp:2x4,reshard=4", "divides 4"),
         ("fsdp2:int4", "only options of"),
+        ("fsdp2:bf16,fp16", "one dtype and one reshard"),
+        ("fsdp2:reshard=2,reshard=4", "one dtype and one reshard"),
     ],
 )
 def test_what_is_no_layout_is_refused_by_name_and_value(text: str, words: str) -> None:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from batchfit.results import FitResult
 
 
+# Flags of a command without a place for the size; nothing is searched, so that nothing is stored.
+_WITHIN = ("budget", "out", "store")
+
+
 def run_for_real(call: ProgramCall) -> int:
     """Find a size, or take the one that is known, and run the program with it; the exit code of both."""
     own = {name for name, _, _ in flags_in(RunOptions)}
@@ -82,8 +86,8 @@ def _run_within(call: ProgramCall, template: CommandTemplate) -> int:
                 "virtual memory"
             )
         limit_bytes = FindOptions(budget=call.flags["budget"]).budget_bytes
-        for name in ("size", "margin", "restarts", "resume", "dry_run"):
-            if call.flags.get(name):
+        for name, usual, _ in (*flags_in(RunOptions), *flags_in(FindOptions)):
+            if name not in _WITHIN and call.flags.get(name, usual) != usual:
                 raise ValueError(f"{name} must be left out where the command has no place for the batch size")
         for name, given in (("output", call.delivery.output), ("json", call.delivery.as_json)):
             if given:

@@ -189,6 +189,7 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
         with SIGNALS.opened(), screen, own_warnings_as_notes(screen):
             run_sweep(asked, keeper, engine=engine, on_event=screen.on_event)
     except KeyboardInterrupt as stop:
+        SIGNALS.came_out(stop)
         return interrupt_code(stop), "interrupted"
     except errors.BatchfitError as error:
         return Code.RAISED, str(error)

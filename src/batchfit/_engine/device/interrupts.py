@@ -28,7 +28,8 @@ def safe_point() -> None:
         for one in _ACTIVE:
             if one._held:
                 number, frame = one._held.pop(0)
-                _ACTIVE[0]._before[number](number, frame)
+                # The outermost that has it: a handler may have been set in between.
+                next(each for each in _ACTIVE if number in each._before)._before[number](number, frame)
 
 
 class Interrupts:

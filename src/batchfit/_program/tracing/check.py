@@ -14,7 +14,7 @@ from batchfit._check.pure.options import CheckOptions
 from batchfit._check.pure.record import PeakRecord
 from batchfit._engine.trace.oracle import MARGINS, Oracle, allocator_caveats, allocator_rules
 from batchfit._engine.trace.workload import trace_source
-from batchfit._program.tracing.traces import ProgramTraces, lines_from_what_there_is
+from batchfit._program.tracing.traces import ProgramTraces, lines_from_what_there_is, whole_batches
 from batchfit.errors import NothingFitsError
 from batchfit.results import MemoryCheck
 
@@ -43,7 +43,8 @@ def check_program(traces: ProgramTraces, options: CheckOptions, *, name: str) ->
         size = size or budget[1]
     if size is None and not fixed:
         raise ValueError("batch_size must be given where there is neither a baseline nor a budget")
-    traced = traces.recorded_at(None if fixed else size, root_of(options))
+    with whole_batches(size):
+        traced = traces.recorded_at(None if fixed else size, root_of(options))
     if budget is not None:
         record = replace(traced.record, budget_bytes=budget[0], largest=budget[1])
         traced = replace(traced, record=record)

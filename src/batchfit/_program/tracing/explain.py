@@ -16,8 +16,7 @@ from batchfit._explain.explain import explanation
 from batchfit._explain.pure.holders import Peak
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._explain.study import LEAST_GAIN
-from batchfit._program.tracing.traces import ProgramTraces, TooFewSamplesError, lines_from_what_there_is
-from batchfit.errors import ProgramError
+from batchfit._program.tracing.traces import ProgramTraces, lines_from_what_there_is, whole_batches
 from batchfit.results import MemoryExplanation, WhatIf
 
 _NO_CHANGES = "what-ifs that change the program (checkpointing, bf16) need a workload"
@@ -28,13 +27,8 @@ def explain_program(traces: ProgramTraces, options: ExplainOptions) -> MemoryExp
     begun = time.perf_counter()
     size = options.batch_size
     budget_bytes = options.budget_bytes or default_budget(options.target, None)
-    try:
+    with whole_batches(size):
         at_size = traces.trace(size, steps=STEPS)
-    except TooFewSamplesError as error:
-        raise ProgramError(
-            f"batch_size must leave the program two whole batches, not {size}: it has samples for two of "
-            f"{error.most}"
-        ) from None
     settings = allocator_rules()
     largest: int | None = None
     found: tuple[WhatIf, ...] = ()

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -141,6 +142,8 @@ class ProgramTraces:
         recorded = self._run(size, STEPS, record, {"reads": self._reads or ""})
         found, classes = read_trace(recorded.text)
         self.classes = self.classes or classes
+        if not self.template.is_fixed:
+            self._note_use(recorded.reports, size, peak_bytes=found.peak_bytes)
         return read_record(recorded.text, Peak.of(found))
 
     def _recording(self, size: int, limit_s: float | None) -> dict[str, Any]:
@@ -212,6 +215,18 @@ class ProgramTraces:
         how = "ended" if code == 0 else f"ended with exit code {code}"
         steps = f"after {reports.steps_run} steps" if reports.steps_run else "before its first step"
         return ProgramError(f"the program {how} {steps}, at batch size {size}", lines=lines)
+
+
+@contextmanager
+def whole_batches(size: int | None) -> Iterator[None]:
+    """Inside, a program that has no two batches of `size` is an error of that size."""
+    try:
+        yield
+    except TooFewSamplesError as error:
+        raise ProgramError(
+            f"batch_size must leave the program two whole batches, not {size}: it has samples for two of "
+            f"{error.most}"
+        ) from None
 
 
 def lines_from_what_there_is(traces: ProgramTraces, ask: Callable[[], Answer]) -> Answer:

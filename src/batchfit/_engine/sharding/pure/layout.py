@@ -101,6 +101,8 @@ def _read(text: str, options: list[str], shards: int) -> tuple[str, bool | int |
     dtype, reshard = "", None
     for one in options:
         name, _, value = one.partition("=")
+        if (dtype and one in ("bf16", "fp16")) or (reshard is not None and name == "reshard"):
+            raise ValueError(f"shard must have one dtype and one reshard, not {text!r}")
         if one in ("bf16", "fp16"):
             dtype = {"bf16": "bfloat16", "fp16": "float16"}[one]
         elif name == "reshard" and value.isdigit():
