@@ -21,6 +21,7 @@ from torch import nn
 from batchfit._arguments import check_flag
 from batchfit._engine.batch.sources import BatchSource, CollateFn, Longest, batch_source, takes_arguments
 from batchfit._engine.batch.structure import to_device
+from batchfit._engine.batch.token_source import TokenBatches, each_batch
 from batchfit._engine.device.tensors import check_loss
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.checks import (
@@ -113,13 +114,15 @@ class Workload:
     @property
     def _samples(self) -> int | None:
         """How many samples its dataset has; None where it has none, or makes batches without one."""
-        source = self._parts.get("source")
-        return source.samples if isinstance(source, Longest) else None
+        return self._source.samples if isinstance(self._source, Longest) else None
 
     def _made_of(self, size: int) -> str:
         """What batches of that size are made of, where it is not the longest samples of all."""
-        source = self._parts.get("source")
-        return source.made_of if isinstance(source, Longest) else ""
+        return self._source.made_of(size) if isinstance(self._source, Longest | TokenBatches) else ""
+
+    @property
+    def _source(self) -> Any:
+        return self._parts.get("source")
 
     @property
     def _passes(self) -> int:
@@ -188,9 +191,8 @@ def training(
         model: the model to train.
         optimizer: its optimizer; None: a step is forward and backward only.
         loss_fn: `loss_fn(model, batch)` returns the mean loss.
-        make_batch: a callable `make_batch(n)`, a dataset (the longest samples are used; of an iterable one
-            the longest of its first 1,024, see `FirstSamples`), a DataLoader of one, or one example batch,
-            repeated to size.
+        make_batch: a callable `make_batch(n)`, a dataset (the longest samples are used, of an iterable one
+            see `FirstSamples`), a DataLoader of one, or one example batch, repeated to size.
         collate_fn: makes a batch of a dataset's samples; default: DataLoader's.
         autocast: a dtype, or a function that makes the context, for forward and loss.
         scaler: the `GradScaler` of the loop.
@@ -216,12 +218,12 @@ def training(
     clears = model if optimizer is None else optimizer
     owner = object()
 
-    def step(batch_size: int) -> None:
+    def one(make: Callable[[], Any]) -> None:
         kept = loop.variables_of(owner) if keep_outputs else None
         with in_mode(model, training=True):
             for number in range(loop.passes_of(accumulate)):
                 loop.enter_phase("batch")
-                batch = to_device(source(batch_size), device_of(model))
+                batch = to_device(make(), device_of(model))
                 if kept is not None:
                     kept.batch = batch
                 loop.enter_phase("forward")
@@ -240,6 +242,7 @@ def training(
             update(model, optimizer, scaler=scaler, clip_norm=clip_norm)
         loop.clear_phase()
 
+    step = each_batch(one, source)
     known = [part for part in (model, optimizer, scaler) if part is not None]
     parts = {
         "source": source,
@@ -307,11 +310,11 @@ def inference(
     source = batch_source(make_batch, collate_fn=collate_fn)
     owner = object()
 
-    def step(batch_size: int) -> None:
+    def one(make: Callable[[], Any]) -> None:
         kept = loop.variables_of(owner) if keep_outputs else None
         with in_mode(model, training=False):
             loop.enter_phase("batch")
-            batch = to_device(source(batch_size), device_of(model))
+            batch = to_device(make(), device_of(model))
             if kept is not None:
                 kept.batch = batch
             loop.enter_phase("forward")
@@ -322,6 +325,7 @@ def inference(
                 del returned
         loop.clear_phase()
 
+    step = each_batch(one, source)
     parts = {"source": source, "forward": forward, "autocast": autocast, "keep_outputs": keep_outputs}
     return _known(step, "inference", model, None, state=(model,), parts=parts)
 

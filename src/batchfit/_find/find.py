@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import batchfit
+from batchfit._engine.batch.token_source import token_bounds
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import DeviceSpec
@@ -165,6 +166,7 @@ def _search(driver: SearchDriver, known: Known | None) -> bool:
 def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
     """One result, the same on all ranks; `confirmed` is a stored size that has run again."""
     search, trials, room, runs, ranks = driver.search, driver.trials, driver.room, driver.runs, driver.ranks
+    work = driver.session.work
     made_of = "" if search.best is None else runs.made_of(search.best)
     mine = [time.perf_counter() - driver.begun_s, runs.device.name, runs.samples, made_of]
     ends = ranks.gather(mine, doing="the end of the search")
@@ -191,6 +193,7 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         why=partial(why_nothing_fits, runs, budget_bytes=room.budget_bytes),
         samples=samples,
         made_of=made_of,
+        unit="samples" if work is None or token_bounds(work._source) is None else "tokens",
         stored_age_s=None if confirmed is None else confirmed.age_s,
         unseen=None if driver.session.own is None else driver.session.own.unseen,
     )
@@ -210,6 +213,7 @@ def fit_result(
     why: Callable[[Trial], Mapping[str, Any]] | None = None,
     samples: int | None = None,
     made_of: str = "",
+    unit: Literal["samples", "tokens"] = "samples",
     stored_age_s: float | None = None,
     unseen: Callable[[int], tuple[str, ...]] | None = None,
 ) -> FitResult:
@@ -253,6 +257,7 @@ def fit_result(
         torch_version=torch.__version__,
         samples=samples,
         made_of=made_of,
+        unit=unit,
         from_store=stored_age_s is not None,
         stored_age_s=stored_age_s,
         unseen=() if unseen is None else unseen(search.best),

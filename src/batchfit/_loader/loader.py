@@ -152,7 +152,7 @@ class ResizableLoader:
             size, None, rank, world_size, drop_last, tokens_per_sample, token_sampler=batch_sampler
         )
         self.dataset = dataset
-        self.sampler = sampler
+        self.sampler, self.batch_sampler = sampler, batch_sampler
         self.defer = defer
         self.num_workers = num_workers
         self._seed = whole(seed, name="seed")

@@ -273,14 +273,14 @@ class TokenBatchSampler(Sampler[list[int]]):
     def extremes(self, max_tokens: int) -> list[list[int]]:
         """Batches that need the most memory at that size, by index: what a search runs.
 
-        That of the longest samples, that of the most tokens, and that of the most samples, as far as they are
-        different.
+        That of the longest samples, that of the most tokens, that of the most samples and that of the most
+        squared lengths (attention), as far as they are different.
 
         Args:
             max_tokens: most tokens of one batch on one rank.
 
         Returns:
-            One to three batches, each a list of indices.
+            One to four batches, each a list of indices.
         """
         limits = self._limits(self._checked(max_tokens))
         lengths, order = torch.sort(self.lengths, descending=True, stable=True)
@@ -289,7 +289,33 @@ class TokenBatchSampler(Sampler[list[int]]):
         runs = longest_runs(sizes, limits, fits)
         widest = max(runs, key=lambda run: limits.tokens(sizes[slice(*run)]))
         most = max(runs, key=lambda run: run[1] - run[0])
-        return [indices[slice(*run)] for run in dict.fromkeys((runs[0], widest, most))]
+        squared = max(runs, key=lambda run: limits.squares(sizes[slice(*run)]))
+        return [indices[slice(*run)] for run in dict.fromkeys((runs[0], widest, squared, most))]
+
+    def shapes(self, max_tokens: int) -> str:
+        """`extremes` as text: `4 x 512, 32 x 64`, samples and the length of the longest.
+
+        Args:
+            max_tokens: most tokens of one batch on one rank.
+
+        Returns:
+            The text.
+        """
+        limits, found = self._limits(max_tokens), []
+        for indices in self.extremes(max_tokens):
+            longest = int(self.lengths[indices].max())
+            found.append(f"{len(indices)} x {limits.padded(longest)}")
+        return f"{', '.join(dict.fromkeys(found))} (samples x {'longest' if limits.packed else 'tokens'})"
+
+    def bounds(self) -> tuple[int, int]:
+        """The least `max_tokens` that is allowed, and the most that changes anything."""
+        limits, count = self._rules, len(self.lengths)
+        lengths = self.lengths.min() if self.drop_longer else self.lengths.max()
+        rows = count if limits.max_rows is None else min(count, limits.max_rows)
+        longest = limits.padded(int(self.lengths.max()))
+        most = int(self.lengths.sum()) if limits.packed else longest * rows
+        least = limits.padded(int(lengths))
+        return least, max(least, most)
 
     def __repr__(self) -> str:
         what = "packed" if self._rules.packed else "padded"

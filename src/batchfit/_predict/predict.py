@@ -24,6 +24,7 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
+from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
@@ -128,6 +129,7 @@ def predict_with(
 def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
+    check_by_samples(work._source, "predict_batch_size")
     reach = reach_of(work)
     with on_ranks(reach, options.ranks, options.layout) as sharding:
         if sharding.ranks > 1:

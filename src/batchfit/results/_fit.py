@@ -130,6 +130,7 @@ class FitResult(Result):
             None.
         samples: samples in the workload's dataset, of several ranks in the smallest one; None without a
             dataset.
+        unit: "tokens" for batches by tokens: sizes are `max_tokens` then; else "samples".
         made_of: what the batches of the trials were made of, where it is a part of the data: "the longest of
             the first 1,024 samples of Stream"; else empty.
         unseen: caveats: what the trials did not show of a program that is run by its command, such as its
@@ -154,6 +155,7 @@ class FitResult(Result):
     stored_age_s: float | None = None
     shrunk_from_bytes: int | None = None
     samples: int | None = None
+    unit: Literal["samples", "tokens"] = "samples"
     made_of: str = ""
     unseen: tuple[str, ...] = ()
 
@@ -176,11 +178,21 @@ class FitResult(Result):
         return REASONS.get(self.stopped_because, self.stopped_because)
 
     @property
+    def max_tokens(self) -> int | None:
+        """The largest `max_tokens` that ran, of batches by tokens; None for batches by samples."""
+        return self.batch_size if self.unit == "tokens" else None
+
+    @property
+    def size_text(self) -> str:
+        """`batch size 32`, or `max_tokens 16384`."""
+        return f"{'batch size' if self.unit == 'samples' else 'max_tokens'} {self.batch_size}"
+
+    @property
     def summary(self) -> str:
         """The answer in one sentence."""
         peak = f", peak {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else ""
         return (
-            f"batch size {self.batch_size} on {self.device}{peak} of {format_bytes(self.budget_bytes)}, "
+            f"{self.size_text} on {self.device}{peak} of {format_bytes(self.budget_bytes)}, "
             f"{self.lasted}; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
             f"{self.resumed}; "
             f"stopped because {self.reason}{few_samples(self.batch_size, self.samples)}"

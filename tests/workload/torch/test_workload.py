@@ -916,7 +916,7 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         (
             {"make_batch": 3},
             TypeError,
-            "make_batch must be a callable make_batch(n), a map-style dataset, a DataLoader or",
+            "make_batch must be a callable make_batch(n), a dataset, a DataLoader or",
         ),
         ({"clip_norm": 0}, ValueError, "clip_norm must be a positive number or None, not 0"),
         ({"clip_norm": float("nan")}, ValueError, "clip_norm must be a positive number or None, not nan"),

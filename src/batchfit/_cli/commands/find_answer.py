@@ -33,7 +33,7 @@ def headline(fit: FitResult) -> str:
     """The answer in one line."""
     if fit.stopped_because == "interrupted":
         return f"interrupted: {fit.batch_size} is the largest batch size that ran so far"
-    return f"batch size {fit.batch_size} {fit.lasted}"
+    return f"{fit.size_text} {fit.lasted}"
 
 
 def facts(
@@ -67,6 +67,8 @@ def facts(
     ]
     if fit.stopped_because != "interrupted" and use is not None:
         lines += [*dataset_note(fit.batch_size + 1, fit.samples), ("use it", use(fit.batch_size))]
+    elif fit.max_tokens is not None and fit.stopped_because != "interrupted":
+        lines.append(("use it", f"TokenBatchSampler(lengths, max_tokens={fit.max_tokens}){each}"))
     elif fit.stopped_because != "interrupted":
         lines += how_to_use(fit.batch_size, fit.samples, each=each)
     elif kept is not None:

@@ -40,6 +40,7 @@ from batchfit._engine.batch.structure import (
     sized,
     wrong_size,
 )
+from batchfit._engine.batch.token_source import SaysExtremes, TokenBatches
 from batchfit._engine.torch_private.dispatch import is_fake, tracing, unseen
 
 log = logging.getLogger("batchfit")
@@ -80,10 +81,13 @@ def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Bat
     if _is_loader(make_batch):
         if collate_fn is not None:
             raise TypeError(f"collate_fn must be None with a loader, which has its own, not {collate_fn!r}")
+        by_tokens = getattr(make_batch, "batch_sampler", None)
         make_batch, collate_fn = _taken_apart(make_batch)
+        if isinstance(by_tokens, SaysExtremes):
+            return TokenBatches(make_batch, collate_fn, by_tokens)
     if _is_stream(make_batch):
         make_batch = FirstSamples(make_batch, READ_OF_A_STREAM)
-    if isinstance(make_batch, Longest | Made | Repeated) and collate_fn is None:
+    if isinstance(make_batch, Longest | Made | Repeated | TokenBatches) and collate_fn is None:
         return make_batch
     if isinstance(make_batch, list) and (collate_fn is not None or _is_dataset(make_batch)):
         pairs = bool(make_batch) and all(isinstance(one, tuple) for one in make_batch)
@@ -219,8 +223,7 @@ class Longest:
         """How many samples there are; None where only the first ones were read."""
         return None if getattr(self.dataset, "has_more", False) else self._length
 
-    @property
-    def made_of(self) -> str:
+    def made_of(self, size: int) -> str:
         """Which samples batches are made of, where it is not the longest of all; empty where it is."""
         if read_of := getattr(self.dataset, "read_of", ""):
             return f"the longest of {read_of}"
@@ -308,7 +311,7 @@ class Longest:
         if more and _is_first_rank():
             log.warning(
                 "batches are made of %s; a longer one may exist: %s",
-                self.made_of,
+                self.made_of(0),
                 getattr(self.dataset, "advice_on_longer", _ADVICE_ON_LONGER),
             )
         return tuple(longest)

@@ -26,6 +26,7 @@ from torch import nn
 
 from batchfit._engine.batch.sources import Longest, Made, Repeated
 from batchfit._engine.batch.structure import children, is_array
+from batchfit._engine.batch.token_source import TokenBatches
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.snapshot.snapshot import Snapshot
@@ -162,7 +163,8 @@ def _sample(work: Workload, source: Any, size: int) -> Any:
     with Interrupts() as interrupts:
         try:
             with interrupts.opened():
-                return _shapes(source(size))
+                by_tokens = isinstance(source, TokenBatches)
+                return _shapes(source.makers(size)[0]() if by_tokens else source(size))
         except Exception as error:  # noqa: BLE001  the trial will raise it, where the user expects it
             why = f"{type(error).__name__} while making a batch of {size}"
         finally:
@@ -261,6 +263,8 @@ def _source(source: Any) -> Any:
         return ["made", _part(source.make)]
     if isinstance(source, Longest):
         return ["longest", type(source.dataset).__qualname__, _part(source.collate), source.lengths()]
+    if isinstance(source, TokenBatches):
+        return ["tokens", type(source.dataset).__qualname__, _part(source.collate), source.described()]
     if isinstance(source, Repeated):
         return ["repeated", _shapes(source.example)]
     return _part(source)

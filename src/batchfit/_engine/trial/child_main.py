@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch.distributed
 
+from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.device import oom
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.resolve import device_to_run, resolve_device
@@ -73,6 +74,7 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         loaded = load_target(target)
         made_at = loaded.line
         work = make_workload(target, loaded)
+        check_by_samples(work._source, "isolate=True")
         stage = "place"
         device = device_to_run(work._held, request["device"])
         say(

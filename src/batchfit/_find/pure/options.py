@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 from batchfit._arguments import MOST_STEPS, check_callback, check_flag, check_whole, checked_file
@@ -170,6 +170,13 @@ class FindOptions:
             soak=self.soak_steps != 0,
             costly_trials=costly_trials,
         )
+
+    def within(self, least: int, most: int) -> FindOptions:
+        """The same search among sizes of batches by tokens: no smaller than the longest sample."""
+        if self.max_size is not None and self.max_size < least:
+            raise ValueError(f"max_size must be at least {least}, the longest sample, not {self.max_size!r}")
+        largest = most if self.max_size is None else min(most, self.max_size)
+        return replace(self, min_size=min(max(self.min_size, least), largest), max_size=largest)
 
     def check_key(self, *, has_model: bool) -> None:
         """Refuse to store the answer of a workload that has nothing to make a key from."""

@@ -41,6 +41,12 @@ class TokenLimits:
         """The tokens of a batch of these samples, as they are counted."""
         return sum(lengths) if self.packed else self.padded(max(lengths)) * len(lengths)
 
+    def squares(self, lengths: Sequence[int]) -> int:
+        """The squared lengths of a batch of these samples, added up: what attention may need."""
+        if self.packed:
+            return sum(length * length for length in lengths)
+        return self.padded(max(lengths)) ** 2 * len(lengths)
+
     def rounded(self, rows: int) -> int:
         """A multiple of `multiple_of`, where there are that many."""
         return rows - rows % self.multiple_of if rows >= self.multiple_of else rows
