@@ -287,7 +287,7 @@ def test_what_changed_since_a_commit_is_asked_by_part(
 def test_a_failed_test_that_a_later_commit_lacks_is_known(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("def test_one(): ...\n")
     (tmp_path / "test_b.py").write_text("import none_such\n")
-    asked = ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_one", "test_b.py"]
+    asked = ["test_a.py::test_one", "test_a.py::test_two", "test_a.py", "test_b.py::test_one", "test_b.py"]
     found = versions.gone(asked, pure=False, venv=Path(sys.executable).parents[1], source=tmp_path)
     assert found == ["test_a.py::test_two"]
 

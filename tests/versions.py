@@ -205,14 +205,15 @@ def address(test: str, source: Path) -> str:
 
 
 def gone(tests: Sequence[str], *, pure: bool, venv: Path, source: Path) -> list[str]:
-    """Those that this commit no longer has. A file that cannot be imported is there."""
+    """Those that this commit no longer has. A file asked for whole, or that cannot be imported, is there."""
     files = dict.fromkeys(test.partition("::")[0] for test in tests)
     command = [environments.python_of(venv), "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
     variables = environments.environment() | ({"BATCHFIT_BLOCK_TORCH": "1"} if pure else {})
     said = subprocess.run([*command, *files], cwd=source, env=variables, capture_output=True, text=True)
     found = set(said.stdout.splitlines())
     collected = {line.partition("::")[0] for line in found if "::" in line}
-    return [test for test in tests if test not in found and test.partition("::")[0] in collected]
+    single = [test for test in tests if "::" in test and test not in found]
+    return [test for test in single if test.partition("::")[0] in collected]
 
 
 def merged(before: Results, again: Results) -> Results:

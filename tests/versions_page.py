@@ -22,9 +22,10 @@ _OPENING = """\
 # Compatibility
 
 Does batchfit work with the torch that you have? It needs torch 2.6 or later, and Python 3.11 or later. All
-tests of `make test` ran with each torch in this table. A version between two of them is expected to work like
-its neighbors. A newer one is used without a warning: torch itself is asked for what batchfit needs, whatever
-its version number.
+tests of `make test` ran with each torch in this table, unless its line says otherwise. A line "changed"
+has tests that are newer than that run. A version between two of these is expected to work like its neighbors.
+A newer one is used without a warning: torch itself is asked for what batchfit needs, whatever its version
+number.
 """
 _DOCTOR = """\
 `batchfit doctor` shows the same for your installation. A feature that a torch cannot carry is refused before

@@ -62,7 +62,7 @@ class CommandSignals:
 
     def uninstall(self) -> None:
         """Give the signals back."""
-        before, self._before = self._before, {}
+        before, self._before, self._is_process = self._before, {}, False
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

@@ -94,6 +94,8 @@ def build(shape: ModelShape, *, dtype: torch.dtype) -> nn.Module:
     automatic: Any = transformers.AutoConfig
     try:
         config = automatic.for_model(kind, **fields)
+        # What its import brings, such as torchao, makes tables of tensors, which must not be on "meta".
+        _ = transformers.PreTrainedModel
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, _CLASSES[shape.task]).from_config(config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -46,7 +46,7 @@ def run(*arguments: str) -> Result:
 def test_flags_are_the_keywords_of_the_function() -> None:
     from batchfit._cli import app
 
-    own = {"context", "target", "json", "output", "markdown", "traceback"}
+    own = {"context", "target", "json", "output", "markdown", "traceback", "env", "set_"}
     flags = {n: p.default for n, p in inspect.signature(app.check).parameters.items() if n not in own}
     keywords = inspect.signature(batchfit.check_memory).parameters
     assert set(flags) == {name for name, *_ in flags_in(CheckOptions)} == {*keywords} - {"workload", "name"}

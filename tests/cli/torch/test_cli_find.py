@@ -240,6 +240,7 @@ class TestFind:
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from batchfit._cli import main
+        from batchfit._cli.signals import SIGNALS
         from batchfit._find import resume
 
         def full(path: Path, text: str) -> None:
@@ -248,8 +249,11 @@ class TestFind:
         monkeypatch.chdir(project)
         monkeypatch.setattr(resume, "write_atomically", full)
         monkeypatch.setattr(sys, "argv", ["batchfit", "find", "train.py:make", *QUICK, "--resume", "s.json"])
-        with pytest.raises(SystemExit) as ended:
-            main()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            SIGNALS.uninstall()  # `main` keeps them to the end of its process
         assert ended.value.code == Code.BROKEN
         assert "the search cannot be kept in s.json: No space left on device" in capsys.readouterr().err
 
