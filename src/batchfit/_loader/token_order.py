@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING, final
 
@@ -36,6 +37,7 @@ class _Planned:
     """A plan with the samples that it is made of."""
 
     samples: torch.Tensor  # in the order that the plan's runs are positions of
+    totals: list[int]  # tokens before each of them, and of all
     stop: int  # the next plan begins here in the order of the epoch
     is_last: bool
     plan: WindowPlan
@@ -87,9 +89,10 @@ class TokenOrder:
                 return None
             at = replace(at, held=planned.rest(), start=planned.stop, dealt=0)
             planned = self._plan(at)
-        batches = tuple(planned.batch(run) for run in planned.plan.steps[at.dealt])
-        samples, lengths = sum(map(len, batches)), self._sampler.lengths
-        tokens = sum(int(lengths[batch].sum()) for batch in batches)
+        runs = planned.plan.steps[at.dealt]
+        batches = tuple(map(planned.batch, runs))
+        samples = sum(map(len, batches))
+        tokens = sum(planned.totals[stop] - planned.totals[start] for start, stop in runs)
         after = replace(
             at,
             dealt=at.dealt + 1,
@@ -154,15 +157,16 @@ class TokenOrder:
             lengths, by_length = torch.sort(lengths, descending=longest_first, stable=True)
             samples = samples[by_length]
         is_last = stop == len(self._indices)
+        listed: list[int] = lengths.tolist()
         plan = plan_window(
-            lengths.tolist(),
+            listed,
             limits,
             world_size=at.world_size,
             random=random,
             is_last=is_last,
             drop_last=sampler.drop_last,
         )
-        return _Planned(samples, stop, is_last, plan)
+        return _Planned(samples, list(accumulate(listed, initial=0)), stop, is_last, plan)
 
     def _stop(self, at: TokenPosition, held_tokens: int) -> int:
         """Where a window ends that has enough tokens for `window` batches per rank."""
