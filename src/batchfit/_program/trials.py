@@ -120,7 +120,8 @@ class ProgramTrials:
     @property
     def further(self) -> str:
         """The command that traces the program."""
-        return f"batchfit explain --batch-size {self._first.size} -- {self.target.template.shown_template()}"
+        size = min(self._ran, default=self._first.size)
+        return f"batchfit explain --batch-size {size} -- {self.target.template.shown_template()}"
 
     @property
     def samples(self) -> int | None:
