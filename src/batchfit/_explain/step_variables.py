@@ -55,11 +55,21 @@ class StepTraits:
 
 
 def step_variable(workload: Workload, name: str) -> CellType | None:
-    """The variable of that name that the step of `training` or `inference` closes over."""
+    """The variable of that name that the step of `training` or `inference` closes over, or what it runs for
+    each of its batches.
+    """
     step = workload.step
-    if workload.kind == "step" or not isinstance(step, FunctionType) or step.__closure__ is None:
+    if workload.kind == "step" or not isinstance(step, FunctionType):
         return None
-    return dict(zip(step.__code__.co_freevars, step.__closure__, strict=True)).get(name)
+    variables = _closed_over(step)
+    each = variables.get("run")  # `each_batch`
+    if name not in variables and each is not None:
+        variables = _closed_over(each.cell_contents)
+    return variables.get(name)
+
+
+def _closed_over(function: FunctionType) -> dict[str, CellType]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 @contextlib.contextmanager
