@@ -87,7 +87,8 @@ def with_picture(text: str, to: Path) -> str:
 
 def as_it_should_be(page: Path) -> str | None:
     """What a committed page should say; None without its JSON."""
-    begins = next((name for name in PAGES if page.name.startswith(f"{name}_")), None)
+    named = [name for name in PAGES if page.name.startswith(f"{name}_")]
+    begins = max(named, key=len, default=None)
     if begins is None:
         raise ValueError(f"PAGES must name the script of {page.name}, and does not")
     made_by = importlib.import_module(PAGES[begins])
