@@ -31,6 +31,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "noise": "noise_gpu",
     "own_cost": "own_cost",
     "plan": "plan_gpu",
+    "plan_speeds": "plan_speeds",
     "prediction_versions": "prediction_versions",
     "prediction": "prediction_gpu",
     "profile": "profile_gpu",
