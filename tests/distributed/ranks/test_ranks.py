@@ -236,7 +236,9 @@ def agree(rank: int) -> Any:
 
 
 @gloo
-@pytest.mark.parametrize(("world_size", "store"), [pytest.param(2, "tcp", marks=pytest.mark.slow), (3, "tcp"), (2, "file")])
+@pytest.mark.parametrize(
+    ("world_size", "store"), [pytest.param(2, "tcp", marks=pytest.mark.slow), (3, "tcp"), (2, "file")]
+)
 def test_all_ranks_hold_the_same_answer(world_size: int, store: str) -> None:
     found = values(run_ranks(agree, world_size=world_size, store=store))
     assert all(one == found[0] for one in found)
