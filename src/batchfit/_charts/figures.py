@@ -1,4 +1,4 @@
-"""What each result looks like: charts as values, which `batchfit._charts.svg` draws.
+"""The charts of each result, as values: which lines, bars and marks; `svg.py` draws them.
 
 Rules: a chart shows what was measured or predicted and nothing between that would look like it. Results share
 a chart where their memory is of one order, so that a prediction lies under the search that followed it. An

@@ -1,4 +1,4 @@
-"""The memory breakdown, on one screen: the page that people open a memory profiler for.
+"""The memory breakdown of `explain` on one terminal screen.
 
 Rules: the answer first (how much, when, where), then who holds it (kinds, modules, source lines), then what
 would change it, best first. It fits in 80 columns and about 30 lines, uses more width where there is some,
@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from batchfit._charts.text import Line, bar, shortened
+from batchfit._charts.text_charts import Line, bar, shortened
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:

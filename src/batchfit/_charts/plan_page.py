@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import fact
-from batchfit._charts.text import Line
+from batchfit._charts.text_charts import Line
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:

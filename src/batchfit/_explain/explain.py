@@ -3,7 +3,7 @@
 Rules:
 - The answer is read off a trace with fake tensors at the size that was asked for: what is live at its highest
   moment, by kind, module and source line. Each list adds up to the peak.
-- What-ifs come from traces of the changed step (`study.py`).
+- What-ifs come from traces of the changed step (`replayed_changes.py`).
 - The user's objects are as they were afterwards; what cannot be traced is an `UntraceableError`.
 """
 
@@ -27,7 +27,7 @@ from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.pure.options import ExplainOptions
-from batchfit._explain.study import Study
+from batchfit._explain.replayed_changes import Study
 from batchfit.results import Holder, MemoryExplanation, Moment, WhatIf
 from batchfit.workload import Workload, as_workload
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import replaced
-from batchfit._engine.sharding.blocks import RepeatedBlocks, repeated_blocks
+from batchfit._engine.sharding.model_blocks import RepeatedBlocks, repeated_blocks
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._engine.torch_private.optimizers import set_takes_scaler
 from batchfit._engine.trace.fake_state import Faked

@@ -1,4 +1,4 @@
-"""What one search has besides its options: who runs the trials, within which budget, and what is known.
+"""What one search has besides its options: the runner of trials, the budget, and what is known already.
 
 Rules:
 - Nothing touches the device before the workload and the resume file have been read.

@@ -53,9 +53,9 @@ from batchfit._loader.fetch import (
     StreamFetch,
     as_it_is,
 )
-from batchfit._loader.place import place_among_ranks
 from batchfit._loader.pure.deal import Deal, DealtSamples
 from batchfit._loader.pure.progress import EpochPlan, Progress, Schedule
+from batchfit._loader.this_rank import place_among_ranks
 from batchfit._loader.token_dealer import TokenDealer
 from batchfit._loader.token_sampler import TokenBatchSampler
 from batchfit._units import whole

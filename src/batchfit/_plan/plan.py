@@ -1,4 +1,4 @@
-"""`plan`: settings by GPUs, from traces. Nothing is downloaded, allocated or run.
+"""`plan`: a table of settings (rows) by GPUs (columns), from traces. Nothing is downloaded, allocated or run.
 
 Rules:
 - A model by its name or configuration is built on the meta device and trained as its task is; a workload is

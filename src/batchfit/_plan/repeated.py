@@ -1,4 +1,4 @@
-"""Traces of a deep model by those of shallow ones (`pure/repetition.py`).
+"""Traces shallow models, chosen by `layers.py`, and extends them to the deep one (`pure/repetition.py`).
 
 Rules: the first trace that is asked for shows how layers repeat; each other one is of the middle depth, and
 is extended. Where layers do not repeat word for word, or another size makes another stream that does not, the

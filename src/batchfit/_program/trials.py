@@ -23,9 +23,9 @@ from batchfit._engine.trial.in_children import ChildDevice
 from batchfit._engine.trial.trial import LargestBatch, RunTrial, TimeIsOver, TrialRequest
 from batchfit._program.followed_run import FollowedRun, RunPace
 from batchfit._program.probe_run import check_seen, ram_bytes, start_run
-from batchfit._program.pure.coverage import unseen_of
+from batchfit._program.pure.caveats import unseen_of
+from batchfit._program.pure.size_use import SizeUse, note_use
 from batchfit._program.pure.template import CommandTemplate
-from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
 from batchfit._program.run_verdict import trial_of
 from batchfit.results import Trial

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchfit._cli.features import known_features
+from batchfit._cli.torch_features import known_features
 from batchfit._engine.torch_private import allocator
 from batchfit._engine.trace.oracle import allocator_rules
 from batchfit._engine.trace.trace import unseen

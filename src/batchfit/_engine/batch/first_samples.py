@@ -1,4 +1,4 @@
-"""The first samples of an iterable dataset, read once: what a search has of a stream.
+"""The first samples of an iterable dataset, read once, so that a search can make batches of them.
 
 Rules
 - The dataset is iterated again for training, so nothing is lost to it; random numbers are where they were.

@@ -1,4 +1,4 @@
-"""Samples of a dataset that are slow to read, kept as they were read: a search asks for them again and again.
+"""A cache of samples that are slow to read, since a search asks for the same ones again and again.
 
 Rules: a sample that took little time is read again, and so is one that cannot be pickled, or is a view of
 something larger. Samples are kept as bytes, which no count of tensors sees, and each is handed out as a new

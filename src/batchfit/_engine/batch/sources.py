@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from batchfit._engine.batch.first_samples import READ_OF_A_STREAM, FirstSamples
-from batchfit._engine.batch.readings import CandidateReading
+from batchfit._engine.batch.list_readings import CandidateReading
 from batchfit._engine.batch.sample_cache import Samples
 from batchfit._engine.batch.sample_count import BatchReader, BatchReading
 from batchfit._engine.batch.structure import (

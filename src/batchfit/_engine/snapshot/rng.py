@@ -1,4 +1,4 @@
-"""Random number states as functions that restore them, and the stack of all that has to be undone.
+"""Random number states, as functions that restore them; and the stack of all such undo functions.
 
 Rules:
 - Reading or writing a state never initialises a device and never imports a library that the program did not

@@ -1,4 +1,4 @@
-"""torch's dispatcher: modes that see operations, what goes past them, and which kernels are registered.
+"""torch's dispatcher: modes that see operations, operations that bypass them, and registered kernels.
 
 Without dispatch modes batchfit counts, traces and restores nothing: their absence is refused at import.
 """

@@ -1,4 +1,4 @@
-"""A cache of operations' results for fake arguments: what has equal shapes, a trace asks of torch once.
+"""A cache of operations' results for fake arguments: torch is asked once for equal shapes.
 
 Nine of ten operations of a step have been seen before: layers are alike, and so are steps. torch keeps such
 results too, but what it compares takes longer than our whole trace.

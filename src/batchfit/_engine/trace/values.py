@@ -1,4 +1,4 @@
-"""The values of fake tensors: which ones a trace knows, and what reading another one gives.
+"""Values of fake tensors: the few that a trace knows, and what `.item()` of any other gives.
 
 A program may branch on values that depend on neither data nor weights (is this causal mask all true? are
 these positions one sequence?), and a fake tensor has none. Those that a program makes from shapes alone are

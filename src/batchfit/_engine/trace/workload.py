@@ -1,4 +1,4 @@
-"""From a workload to its footprint: traces at a few sizes, lines through them, and a check.
+"""Makes a workload's footprint: traces at a few sizes, a line through each allocation, and a check.
 
 Rules:
 - Two small traces show about where the end is; two more near the end give the lines, because the

@@ -1,4 +1,4 @@
-"""The default strategy: measured memory proposes, the bracket disposes.
+"""The default strategy: the next size comes from measured peaks, within the bracket of sizes still open.
 
 Rules: a pure function of the state, as every strategy. Bisection can always still end the search within
 `LIMIT` trials; a prediction is tried first, and believed as far as what it took says. One module a situation:

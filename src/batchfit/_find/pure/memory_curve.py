@@ -1,4 +1,4 @@
-"""What measured peaks say about the sizes that were not tried.
+"""The peak as a function of the size, estimated from measured peaks, with how sure it is.
 
 Rules:
 - The peak of a step is `max over t of (A_t + B_t * size)`, with `A_t` at least what is held between

@@ -27,9 +27,9 @@ from batchfit._engine.trace.trace import STEPS, unseen
 from batchfit._explain.pure.holders import Peak
 from batchfit._program.command_run import CommandRun
 from batchfit._program.probe_run import check_seen, start_run
+from batchfit._program.pure.size_use import SizeUse, note_use
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.trace_file import read_record, read_trace
-from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
 from batchfit.errors import ProgramError, UntraceableError
 

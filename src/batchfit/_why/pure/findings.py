@@ -1,4 +1,4 @@
-"""All that one device's part of a snapshot shows, before it is put into words.
+"""The evidence in one device's part of a snapshot: totals, breakdowns, leaks, fragmentation.
 
 Rules: what the file does not say stays unknown. How much the process could have is one of: given, written by
 `record_oom`, what was reserved and free (the GPU itself was full), or only bounded (a cap).

@@ -1,4 +1,4 @@
-"""The steps of a training loop, found in the stacks of its allocations; what grew, and which step is longer.
+"""The steps of a training loop, found in stacks of allocations: what leaks, and which step is longer.
 
 No entry of a history says where a step begins. But a loop's body runs from its first line to its last and
 back to its first: the line of the function that has the loop jumps back once per step.

@@ -1,4 +1,4 @@
-"""What the runs at an answer did not show of a program, in words: they are its first steps, and not all."""
+"""The caveats of a command's answer: what its first steps, all that was run, did not show."""
 
 from __future__ import annotations
 

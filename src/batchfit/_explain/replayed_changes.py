@@ -1,4 +1,4 @@
-"""A step as it is and changed, traced and replayed: what each change brings.
+"""What each change to a step would save: the step as it is and changed, traced and replayed.
 
 Rules:
 - A what-if is a trace of the changed step, replayed like any prediction; nothing comes from a rule of thumb.

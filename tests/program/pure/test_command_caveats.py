@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchfit._program.pure.coverage import unseen_of
+from batchfit._program.pure.caveats import unseen_of
 
 STEPS = "only the first 25 optimizer steps were run: a later one may need more memory"
 EVALUATION = "no evaluation was seen: one that comes later may need more memory"

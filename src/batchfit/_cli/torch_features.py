@@ -1,4 +1,4 @@
-"""What of batchfit works with the torch that is installed: one line for each feature, for `doctor`.
+"""Which features of batchfit work with the installed torch: the list that `doctor` prints.
 
 Rules: a feature works, works with a caveat, or is not here; in the last two cases the reason is given. What
 is asked is torch itself, without a GPU and without a step; a check that fails is an answer, too.
