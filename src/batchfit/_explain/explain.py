@@ -18,7 +18,6 @@ import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint, Trace
 from batchfit._engine.allocator.replay import simulate
-from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.sharding.sharding import Sharding, on_ranks, rules_on_ranks
 from batchfit._engine.trace.oracle import Basis, default_budget
@@ -79,7 +78,7 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
     """Explain the memory of a step as the options say."""
     begun = time.perf_counter()
     work = as_workload(workload)
-    check_by_samples(work._source, "explain_memory")
+    work._check_by_samples("explain_memory")
     reach = reach_of(work)
     with on_ranks(reach, options.ranks, options.layout) as sharding:
         return _explained(work, reach, sharding, options, begun)

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 
 import batchfit
-from batchfit._engine.batch.token_source import token_bounds
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import DeviceSpec
@@ -193,7 +192,7 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         why=partial(why_nothing_fits, runs, budget_bytes=room.budget_bytes),
         samples=samples,
         made_of=made_of,
-        unit="samples" if work is None or token_bounds(work._source) is None else "tokens",
+        unit="tokens" if work is not None and work._by_tokens else "samples",
         stored_age_s=None if confirmed is None else confirmed.age_s,
         unseen=None if driver.session.own is None else driver.session.own.unseen,
     )

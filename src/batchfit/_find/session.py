@@ -18,7 +18,6 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.token_source import token_bounds
 from batchfit._engine.device.device import Device, usable_bytes
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import ram_bytes
@@ -92,8 +91,8 @@ class FindSession:
         factory = Factory.of(target) if own is None and options.isolate else None
         if work is not None:
             options.check_key(has_model=work.model is not None)
-            if (bounds := token_bounds(work._source)) is not None:
-                options = options.within(*bounds)
+            if work._by_tokens:
+                options = options.within(*work._source.sampler.bounds())
         file = None if options.resume is None else ResumeFile(options.resume)
         search = options.search(costly_trials=own is not None)
         compared = {
@@ -213,8 +212,7 @@ class FindSession:
 def is_traceable(work: Workload, device: Device) -> bool:
     """Whether a trace predicts the memory of this device: CUDA with torch's own allocator, state declared."""
     own = getattr(device, "is_torchs_own", True)  # the only allocator that can be replayed
-    by_samples = token_bounds(work._source) is None
-    return device.name.startswith("cuda") and own and work.declared and by_samples
+    return device.name.startswith("cuda") and own and work.declared and not work._by_tokens
 
 
 def _within(search: Search, budget_bytes: int, device: str) -> Search:

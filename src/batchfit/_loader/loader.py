@@ -129,6 +129,7 @@ class ResizableLoader:
         tokens_per_sample: int | None = None,
     ) -> None:
         self._streams = isinstance(dataset, IterableDataset)
+        check_flag("shuffle", shuffle)
         if batch_sampler is None:
             rank, world_size = place_among_ranks(rank, world_size)
             check_data(dataset, self._streams, shuffle, sampler, world_size)

@@ -24,13 +24,13 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
-from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.sharding.sharding import Sharding, on_ranks, rules_on_ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.torch_private.process_groups import is_fake
 from batchfit._engine.trace.oracle import (
     Basis,
     Oracle,
@@ -123,14 +123,19 @@ def predict_with(
     workload: Workload | Callable[[int], object], make_options: Callable[[], PredictOptions]
 ) -> Prediction:
     """Predict the largest batch size; an error of `make_options` on one rank is an error on all ranks."""
-    return joint(lambda: _predicted(as_workload(workload), make_options()), Ranks.current())
+    ranks = Ranks.current()
+    if ranks.world_size == 1:
+        return _predicted(as_workload(workload), make_options())
+    return joint(lambda: _predicted(as_workload(workload), make_options()), ranks)
 
 
 def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
-    check_by_samples(work._source, "predict_batch_size")
+    work._check_by_samples("predict_batch_size")
     reach = reach_of(work)
+    if options.ranks is None and not is_fake():
+        return _of_one_process(work, reach, options, begun)
     with on_ranks(reach, options.ranks, options.layout) as sharding:
         if sharding.ranks > 1:
             return _of_one_rank(reach, sharding, options, begun)

@@ -119,8 +119,9 @@ class ProgramTrials:
 
     @property
     def further(self) -> str:
-        """The command that traces the program."""
-        return f"batchfit explain --batch-size {self._first.size} -- {self.target.template.shown_template()}"
+        """The command that traces the program at the smallest size that was run."""
+        size = min(self._ran, default=self._first.size)
+        return f"batchfit explain --batch-size {size} -- {self.target.template.shown_template()}"
 
     @property
     def samples(self) -> int | None:

@@ -44,8 +44,8 @@ from batchfit._engine.torch_private.dispatch import TorchDispatchMode
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode
 from batchfit._engine.torch_private.storage import address_of, storage_address, use_counts
 from batchfit._engine.trace.communication import COMMUNICATION, Communication
+from batchfit._engine.trace.held_tensors import parts_of
 from batchfit._engine.trace.program_lines import HERE, TORCH, calling_line
-from batchfit._engine.trace.quantised import parts_of
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.user_errors import is_users
 from batchfit.errors import UntraceableError
@@ -159,9 +159,9 @@ class Whereabouts:
         self,
         module_names: Mapping[int, str],
         outside: CodeType,
-        communication: Communication,
+        communication: Communication | None,
         *,
-        detailed: bool = False,
+        detailed: bool,
     ) -> None:
         self._module_names = module_names
         self._communication = communication
@@ -237,7 +237,8 @@ class Whereabouts:
         phase = self.phase()
         # A module that runs while gradients are computed: activations that a checkpoint computes again.
         recomputed = phase == "backward" and bool(self._modules)
-        if self._communication.is_active and kind != "workspaces":
+        communication = self._communication
+        if communication is not None and communication.is_active and kind != "workspaces":
             kind = COMMUNICATION
         elif phase == "batch":
             kind = "batch"
@@ -247,7 +248,8 @@ class Whereabouts:
             module, source, lines = self._of_node()
         else:
             module, source, lines = self._here()
-        return Origin(kind, phase, module, source, operation, lines, stream=self._communication.stream)
+        stream = 0 if communication is None else communication.stream
+        return Origin(kind, phase, module, source, operation, lines, stream=stream)
 
     def note_node(self) -> None:
         """Remember where we are for the backward of this operation.

@@ -37,9 +37,9 @@ from batchfit._engine.trace.blocks import Blocks, InPlace, Whereabouts
 from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
+from batchfit._engine.trace.held_tensors import kind_is_made_of_tensors, parts_of
 from batchfit._engine.trace.host_tensors import HostTensors
 from batchfit._engine.trace.program_lines import calling_line, reading
-from batchfit._engine.trace.quantised import kind_is_made_of_tensors, parts_of
 from batchfit._engine.trace.recorded_reads import RecordedReads, Value
 from batchfit._engine.trace.values import KnownValues, LibraryReads
 from batchfit.errors import UntraceableError

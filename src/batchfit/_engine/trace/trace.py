@@ -41,8 +41,8 @@ from batchfit._engine.trace.blocks import counts_of_one_holder
 from batchfit._engine.trace.communication import followed
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating, short_generation
+from batchfit._engine.trace.held_tensors import caveats_of, is_paged
 from batchfit._engine.trace.program_lines import HERE, TORCH
-from batchfit._engine.trace.quantised import caveats_of, is_paged
 from batchfit._engine.trace.recorded_reads import RecordedReads
 from batchfit._engine.trace.recorder import TraceRecorder
 from batchfit._engine.trace.untraceable import explained
@@ -279,7 +279,8 @@ def open_trace(
     recorder.recorded = recorded
     stack.enter_context(recorder.in_place.active(rules.autograd_key))
     stack.enter_context(recorder.resizes_seen())
-    stack.enter_context(followed(faked.communication))
+    if faked.communication is not None:
+        stack.enter_context(followed(faked.communication))
     stack.callback(recorder.host.restore)
     stack.enter_context(not_called_a_trace(recorder.knows))
     stack.enter_context(saved_on_the_host())
