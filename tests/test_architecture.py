@@ -27,6 +27,7 @@ LEVELS = (
         "_config_files",
         "_knobs",
         "_options",
+        "_replaced",
         "_units",
         "messages",
         "_init",
@@ -181,6 +182,7 @@ def test_the_engine_uses_no_feature(module: str) -> None:
         "_arguments",
         "_config_files",
         "_files",
+        "_replaced",
         "_units",
         "_knobs",
     }

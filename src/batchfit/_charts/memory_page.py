@@ -36,7 +36,7 @@ def memory_lines(explanation: MemoryExplanation, *, width: int = WIDTH, plain: b
         [],
         *two_rankings(explanation.modules, explanation.lines, width, plain=plain),
         *_changes(explanation, width, plain=plain),
-        *_unseen(explanation.unseen, width),
+        *_caveats(explanation.unseen, width),
     ]
 
 
@@ -186,7 +186,7 @@ def _numbers(one: WhatIf, arrow: str, wide: int, *, by_size: bool) -> str:
     return f"{format_bytes(one.peak_bytes_before)} {arrow} {format_bytes(one.peak_bytes_after)}"
 
 
-def _unseen(notes: Sequence[str], width: int) -> list[Line]:
+def _caveats(notes: Sequence[str], width: int) -> list[Line]:
     lines: list[Line] = [[]] if notes else []
     for note in notes:
         parts = textwrap.wrap(f"caveat: {note}", width - 2, break_on_hyphens=False)

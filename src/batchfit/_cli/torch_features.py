@@ -85,7 +85,7 @@ def _of_the_allocator() -> Iterator[Feature]:
         name = "trials on an NVIDIA or AMD GPU"
         yield Feature(name, "not here", "this torch is built without CUDA. Install one that is built with it")
         return
-    yield _grounded(needs.HISTORY, allocator.can_tell_history)
+    yield _grounded(needs.HISTORY, allocator.history_is_known)
     yield _grounded(needs.CUBLAS_WORKSPACES, allocator.can_clear_workspaces)
 
 

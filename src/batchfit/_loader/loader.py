@@ -240,9 +240,8 @@ class ResizableLoader:
             schedule = schedule.bind(initial, world_size=ranks, tokens_per_sample=each)
         check_schedule(schedule)
         with self._lock:
-            before, size = self._settings.schedule, self._settings.batch_size
-            if before is not None:
-                size = self.batch_size
+            before = self._settings.schedule
+            size = self._settings.batch_size if before is None else self.batch_size
             self._settings.schedule = schedule
             try:
                 self._settings.wanted(self.progress)

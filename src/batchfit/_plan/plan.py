@@ -109,11 +109,11 @@ def plan_with(
         if report is not None:
             report(row.name, number, len(wanted))
         try:
-            cells, unseen = row.cells()
+            cells, more = row.cells()
         except (UntraceableError, InapplicableError) as error:
             rows.append(PlanRow(setting=row.name, method=row.method, options=row.options, note=str(error)))
             continue
-        notes |= dict.fromkeys(unseen)
+        notes |= dict.fromkeys(more)
         inside = tuple(cells[at] for at in sorted(cells))
         rows.append(RowCells(row.name, row.method, row.options, inside, row.is_confirmed))
     columns, done = table_of(rows, options.columns, prices=options.hourly, global_batch=options.global_batch)

@@ -85,8 +85,8 @@ class RepeatedTraces:
     def most_size(self) -> None:
         """A batch on the meta device has any size."""
 
-    def unseen(self) -> tuple[str, ...]:
-        return self._plain.unseen()
+    def caveats(self) -> tuple[str, ...]:
+        return self._plain.caveats()
 
     def for_rules(self, rules: CudaRules) -> RepeatedTraces:
         """The same for a GPU with the same kernels."""

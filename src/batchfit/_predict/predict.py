@@ -344,7 +344,7 @@ def _prediction(
         answers=answers,
         curve=tuple(_curve(oracles, answers)),
         knees=tuple(line.size for line in lines[1:]),
-        unseen=(*_unseen(traced), *allocator_caveats(oracles.all[0].rules)),
+        unseen=(*_caveats(traced), *allocator_caveats(oracles.all[0].rules)),
         check=traced.check,
         trace_sizes=traced.sizes,
         trials=tuple(trials),
@@ -406,8 +406,8 @@ def peak_of(footprint: Footprint, size: int) -> tuple[str, str]:
     return origin.phase, origin.operation
 
 
-def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
-    notes = list(traced.unseen)
+def _caveats(traced: TracedWorkload) -> tuple[str, ...]:
+    notes = list(traced.caveats)
     if traced.check > STRAIGHT:
         notes.append(
             f"memory is no straight line in the batch size (a check was {traced.check:.1%} off), so each "

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.batch.structure import element_count, leaves
-from batchfit._engine.torch_private.dispatch import tracing, unseen
+from batchfit._engine.torch_private.dispatch import modes_disabled, tracing
 
 KEPT_BYTES = 2**28
 _SLOW_S = 2e-4  # to make a sample of bytes again takes about half of that
@@ -51,14 +51,14 @@ class Samples:
 
     def _made(self, index: int) -> Any:
         # Beside a trace, which would take each tensor for one of the step's own.
-        with unseen() if tracing() else nullcontext():
+        with modes_disabled() if tracing() else nullcontext():
             return pickle.loads(self._kept[index])
 
     def _keep(self, index: int, sample: Any) -> None:
         if index in self._kept or any(map(_is_part, leaves(sample))):
             return
         try:
-            with unseen() if tracing() else nullcontext():
+            with modes_disabled() if tracing() else nullcontext():
                 whole = pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
         except (pickle.PickleError, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
             return

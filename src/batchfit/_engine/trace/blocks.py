@@ -4,8 +4,7 @@ Rules:
 - A block lives as long as its storage; storages that are distinguished by address are known while they live,
   and what dies after the trace was taken is not the step's doing.
 - Hooks follow the step from outside, to say phase, module and line of a block, and are removed after the
-  trace. Backward runs in C++: the number of the autograd node says which operation of the forward pass it
-  belongs to.
+  trace. Backward runs in C++: the number of its autograd node says which forward operation it belongs to.
 - Where a real run writes in place and a trace would see a copy, the operation itself stays as it is; its
   result is said to take over the block of what it would have been written into.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 LATER = "may need more memory"
 
 
-def unseen_of(steps: int, *, whole: bool, evaluation: bool, only_evaluates: bool) -> tuple[str, ...]:
+def caveats_of_runs(steps: int, *, whole: bool, evaluation: bool, only_evaluates: bool) -> tuple[str, ...]:
     """What is to be known of an answer whose runs took so many steps.
 
     `whole`: the program ended by itself. `evaluation`: passes without gradients of a module that trains were

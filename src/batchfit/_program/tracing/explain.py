@@ -51,7 +51,7 @@ def explain_program(traces: ProgramTraces, options: ExplainOptions) -> MemoryExp
         classes=traces.classes,
         outside="outside modules",
         what_ifs=found,
-        unseen=(*traces.unseen(), *notes),
+        caveats=(*traces.caveats(), *notes),
         begun=begun,
     )
 

@@ -60,10 +60,6 @@ class StepLoop:
     steps: tuple[LoopStep, ...] = ()
     function: str = ""
 
-    def step_of(self, entry: int) -> int:
-        """The number of the step of an entry; -1 before the first."""
-        return bisect_right([one.begin for one in self.steps], entry) - 1
-
 
 def find_steps(snapshot: MemorySnapshot, lives: Lifetimes) -> StepLoop:
     """The steps up to the end of a history."""
