@@ -441,13 +441,7 @@ def _generating(
 
 
 def _known(
-    step: Callable[[int], None],
-    kind: Kind,
-    model: Any,
-    optimizer: Any,
-    *,
-    state: object,
-    parts: Mapping[str, Any],
+    step: Callable[[int], None], kind: Kind, model: Any, optimizer: Any, *, state: Any, parts: dict[str, Any]
 ) -> Workload:
     workload = Workload(step, state=state)
     workload._set(kind=kind, model=model, optimizer=optimizer, _parts=parts)

@@ -26,7 +26,7 @@ from batchfit._check.record import project_root, record_of
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu, gpu_named
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.oracle import Oracle, allocator_caveats, allocator_rules, margin_of
-from batchfit._engine.trace.trace import unseen
+from batchfit._engine.trace.trace import trace_caveats
 from batchfit._engine.trace.workload import rules_for, trace_workload
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._explain.shortage import for_error
@@ -110,7 +110,7 @@ def check_with(
     before = baseline_of(options, name)
     reach = reach_of(work)
     rules = rules_for(work, gpu_of(options, before), reach)
-    notes = list(unseen(reach.parts))
+    notes = list(trace_caveats(reach.parts))
     traced = traced_as(reach, rules, options, before, root_of(options), notes, made)
     return compared(name, options, traced, before, notes, begun=begun, retrace=retrace)
 

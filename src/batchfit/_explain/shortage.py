@@ -1,5 +1,4 @@
-"""Why a size does not fit, for the error that says so: what holds its peak, and the cheapest changes that
-would make it fit.
+"""For the error that nothing fits: the memory breakdown, and the cheapest changes that would make it fit.
 
 Rules:
 - Nothing is paid until a size has failed. Then the step is traced once, with fake tensors: no memory of the

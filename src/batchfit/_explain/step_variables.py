@@ -1,4 +1,4 @@
-"""A step from outside: the variables that it closes over, and what it does in a trace.
+"""The variables that a step closes over, and what it does with them in a trace.
 
 Rules: a variable is changed for the time of a trace only; noting what a step does changes nothing.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from batchfit._engine.batch.structure import children, rebuilt
-from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._replaced import replaced
 from batchfit.workload import Workload
 
 

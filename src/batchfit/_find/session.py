@@ -1,4 +1,4 @@
-"""What one search has besides its options: who runs the trials, within which budget, and what is known.
+"""What one search has besides its options: the runner of trials, the budget, and what is known already.
 
 Rules:
 - Nothing touches the device before the workload and the resume file have been read.
@@ -45,7 +45,7 @@ class OwnTrials:
     """A target that runs its trials in a way of its own, a program's command for one.
 
     `compared`: what a search that goes on must have in common with it, besides the options. `digest`: its key
-    in the store, where its answers are kept; `fresh`: what is stored is replaced. `unseen` says what the
+    in the store, where its answers are kept; `fresh`: what is stored is replaced. `caveats` says what the
     trials at a size did not show.
     """
 
@@ -53,7 +53,7 @@ class OwnTrials:
     compared: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
     fresh: bool = False
-    unseen: Callable[[int], tuple[str, ...]] = lambda size: ()
+    caveats: Callable[[int], tuple[str, ...]] = lambda size: ()
 
 
 FindTarget = Workload | Callable[[int], object] | Callable[[], object] | str | OwnTrials

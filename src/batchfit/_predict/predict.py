@@ -279,7 +279,7 @@ def calibration(
     )
     if end is None or end.size < 4:
         return (0.0, 0.0), ()
-    knee = max(piece.size for piece in footprint.pieces(end.size))
+    knee = max(line.size for line in footprint.peak_lines(end.size))
     first = min(max(int(knee) + 1, end.size // 8, 1), max(1, end.size // 4))
     second = max(first + 1, end.size // 3)
     snapshot = Snapshot.take(work.state)
@@ -330,7 +330,7 @@ def _prediction(
     top = max((answer.batch_size for answer in answers), default=0)
     size = answers[0].batch_size or 1
     phase, operation = peak_of(oracles.of(size).traced.at(size), size)
-    pieces = [] if traced.footprint is None else traced.footprint.pieces(max(top, 1))
+    lines = [] if traced.footprint is None else traced.footprint.peak_lines(max(top, 1))
     return Prediction(
         batch_size=answers[0].batch_size,
         budget_bytes=budgets[0],
@@ -343,8 +343,8 @@ def _prediction(
         card_measured=traced.rules.gpu.measured,
         answers=answers,
         curve=tuple(_curve(oracles, answers)),
-        knees=tuple(piece.size for piece in pieces[1:]),
-        unseen=(*_unseen(traced), *allocator_caveats(oracles.all[0].rules)),
+        knees=tuple(line.size for line in lines[1:]),
+        unseen=(*_caveats(traced), *allocator_caveats(oracles.all[0].rules)),
         check=traced.check,
         trace_sizes=traced.sizes,
         trials=tuple(trials),
@@ -406,8 +406,8 @@ def peak_of(footprint: Footprint, size: int) -> tuple[str, str]:
     return origin.phase, origin.operation
 
 
-def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
-    notes = list(traced.unseen)
+def _caveats(traced: TracedWorkload) -> tuple[str, ...]:
+    notes = list(traced.caveats)
     if traced.check > STRAIGHT:
         notes.append(
             f"memory is no straight line in the batch size (a check was {traced.check:.1%} off), so each "

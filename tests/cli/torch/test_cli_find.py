@@ -724,7 +724,7 @@ class TestDoctor:
         assert found["self_test"]["passed"] is True
 
     def test_each_feature_works_or_says_why_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from batchfit._cli.features import known_features
+        from batchfit._cli.torch_features import known_features
 
         found = {feature.name: feature for feature in known_features()}
         assert len(found) >= 18
@@ -737,7 +737,7 @@ class TestDoctor:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from batchfit._cli.commands import doctor
-        from batchfit._cli.features import known_features
+        from batchfit._cli.torch_features import known_features
         from batchfit._engine.cuda_model import autocast_check
         from batchfit._engine.torch_private import fake, optimizers, process_groups
 
@@ -778,7 +778,7 @@ class TestDoctor:
     def test_a_setting_that_this_torch_does_not_read_is_a_caveat(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from batchfit._cli.features import known_features
+        from batchfit._cli.torch_features import known_features
 
         def state() -> str:
             name = "allocator settings in PYTORCH_ALLOC_CONF"
@@ -791,7 +791,7 @@ class TestDoctor:
         assert state() == "caveat"
 
     def test_a_torch_without_ranks_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from batchfit._cli.features import known_features
+        from batchfit._cli.torch_features import known_features
 
         monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
         found = {one.name: one for one in known_features()}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.check_page import check_error_markdown, check_lines
-from batchfit._charts.text import Line
+from batchfit._charts.text_charts import Line
 from batchfit._check.pure.options import BASELINE, CheckOptions
 from batchfit._check.pure.project import TABLE, ProjectChecks, read_project
 from batchfit._cli.delivery import RenderedAnswer, run_answer

@@ -1,4 +1,4 @@
-"""Batches by tokens for a search: those shapes that need the most memory at a size, each in every step.
+"""Batches by tokens for a search: at each size the batch shapes that need the most memory.
 
 Rules
 - A size is `max_tokens`. Memory at it is that of the worst batch that training may meet: of the longest

@@ -12,17 +12,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private import ddp
 from batchfit._engine.trace.communication import COMMUNICATION, Communication
 from batchfit._engine.trace.fake_state import Faked
+from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
@@ -87,7 +86,7 @@ class _Reducer:
         handles.append(model.register_forward_pre_hook(lambda *_: self.before_forward()))
         try:
             if isinstance(model, DistributedDataParallel):
-                with replaced(model, "forward", partial(_call, model.module)):
+                with replaced(model, "forward", model.module.__call__):
                     yield
             else:
                 yield
@@ -156,7 +155,3 @@ def _assigned(parameters: Iterable[Tensor], first: int, cap: int) -> Iterator[li
 def _whole(view: Tensor) -> Tensor:
     base: Tensor | None = view._base
     return view if base is None else base
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)

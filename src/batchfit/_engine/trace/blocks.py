@@ -1,11 +1,10 @@
-"""The blocks of a trace: what is allocated and freed, in order, what each is for, and what shares one.
+"""Memory blocks of a trace: allocations and frees in order, and the purpose of each.
 
 Rules:
 - A block lives as long as its storage; storages that are distinguished by address are known while they live,
   and what dies after the trace was taken is not the step's doing.
 - Hooks follow the step from outside, to say phase, module and line of a block, and are removed after the
-  trace. Backward runs in C++: the number of the autograd node says which operation of the forward pass it
-  belongs to.
+  trace. Backward runs in C++: the number of its autograd node says which forward operation it belongs to.
 - Where a real run writes in place and a trace would see a copy, the operation itself stays as it is; its
   result is said to take over the block of what it would have been written into.
 """
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from batchfit._engine.allocator.footprint import CodeLine, Origin, Trace, TraceLog
-from batchfit._engine.allocator.generation import TokenLoop, with_all_passes
+from batchfit._engine.allocator.token_loops import TokenLoop, with_all_passes
 from batchfit._engine.cuda_model.dispatch import kernels_replaced
 from batchfit._engine.device.tensors import is_dense
 from batchfit._engine.torch_private.autograd import (

@@ -31,7 +31,7 @@ from batchfit import workload as workloads
 from batchfit._engine.allocator.footprint import ShapeChangedError, Trace
 from batchfit._engine.batch import sources
 from batchfit._engine.cuda_model.autocast_check import autocast_caveat
-from batchfit._engine.cuda_model.dispatch import CudaRules, replaced
+from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.device.interrupts import TraceInterrupts
 from batchfit._engine.snapshot.rng import UndoStack, global_states
 from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
@@ -51,6 +51,7 @@ from batchfit._engine.virtual_memory.memory import eagerly
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._engine.workload.user_errors import NOTE
+from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
@@ -89,7 +90,7 @@ class TraceSource(Protocol):
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         """The allocations and frees of some steps; `UntraceableError` where they cannot be traced."""
 
-    def unseen(self) -> tuple[str, ...]:
+    def caveats(self) -> tuple[str, ...]:
         """What no trace of this source shows."""
 
 
@@ -129,8 +130,8 @@ class WorkloadTraces:
         rules, changes = self.rules, self.changes
         return trace(workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach)
 
-    def unseen(self) -> tuple[str, ...]:
-        return (*unseen(self.reach.parts), *self.notes)
+    def caveats(self) -> tuple[str, ...]:
+        return (*trace_caveats(self.reach.parts), *self.notes)
 
 
 def module_classes(parts: Iterable[Any]) -> dict[str, str]:
@@ -143,7 +144,7 @@ def module_classes(parts: Iterable[Any]) -> dict[str, str]:
     return found
 
 
-def unseen(parts: Iterable[Any]) -> Iterator[str]:
+def trace_caveats(parts: Iterable[Any]) -> Iterator[str]:
     """What a trace cannot see of the parts of a workload."""
     if counts_of_one_holder() is None:
         yield (

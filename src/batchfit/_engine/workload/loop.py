@@ -1,4 +1,4 @@
-"""What a step does to its model, and the loop that it runs in: phases, and variables that are kept.
+"""The training loop that batchfit runs a step in: its phases, and the variables it keeps between steps.
 
     for batch in loader:
         out = model(batch)             # the last step's `out` is there until this one has returned
