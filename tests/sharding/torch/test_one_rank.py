@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from warm import run_python
 
 import batchfit
 from batchfit._engine.sharding.pure.layout import ShardLayout
@@ -214,3 +215,26 @@ def test_offload_with_pinned_memory_can_be_built_without_a_gpu() -> None:
         found = batchfit.predict_batch_size(workload, budget="256MiB")
     assert found.per_rank is not None
     assert found.per_rank.optimizer_bytes == 0
+
+
+_WIDE_ON_META = """
+import resource, torch, batchfit
+with torch.device("meta"):
+    model = torch.nn.Sequential(torch.nn.Linear(8192, 8192, bias=False))
+optimizer = torch.optim.AdamW(model.parameters())
+work = batchfit.training(model, optimizer, lambda m, x: m(x).mean(), lambda n: torch.zeros(n, 8192))
+batchfit.predict_batch_size(work, budget="16GiB", max_size=8, ranks=4, shard="zero1")  # all is imported
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = batchfit.predict_batch_size(work, budget="16GiB", max_size=8, ranks=4, shard="fsdp2")
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(found.per_rank.optimizer_bytes, (after - before) // 1024)
+"""
+
+
+def test_dtensors_own_shapes_take_no_memory() -> None:
+    """To learn the shapes of an optimizer's step, DTensor makes whole parameters: four of 256 MiB."""
+    ran = run_python("-c", _WIDE_ON_META)
+    assert ran.returncode == 0, ran.stderr
+    optimizer_bytes, mib = map(int, ran.stdout.split())
+    assert optimizer_bytes == pytest.approx(2 * 8192**2, rel=0.01)
+    assert mib < 128

@@ -35,6 +35,7 @@ from batchfit._engine.cuda_model.dispatch import CudaRules, replaced
 from batchfit._engine.device.interrupts import TraceInterrupts
 from batchfit._engine.snapshot.rng import UndoStack, global_states
 from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
+from batchfit._engine.torch_private.dtensor import shapes_derived_apart
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.torch_private.modules import flex_attention_check
 from batchfit._engine.trace.blocks import counts_of_one_holder
@@ -280,6 +281,7 @@ def open_trace(
     stack.enter_context(recorder.in_place.active(rules.autograd_key))
     stack.enter_context(recorder.resizes_seen())
     stack.enter_context(followed(faked.communication))
+    stack.enter_context(shapes_derived_apart())
     stack.callback(recorder.host.restore)
     stack.enter_context(not_called_a_trace(recorder.knows))
     stack.enter_context(saved_on_the_host())
