@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from warm import run_python
 
 import batchfit
 from batchfit._engine.sharding.pure.layout import ShardLayout
