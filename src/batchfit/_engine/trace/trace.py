@@ -42,7 +42,7 @@ from batchfit._engine.trace.communication import followed
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating, short_generation
 from batchfit._engine.trace.program_lines import HERE, TORCH
-from batchfit._engine.trace.quantised import caveats_of, is_paged
+from batchfit._engine.trace.quantised import caveats_of, is_paged, like_updates_repeated
 from batchfit._engine.trace.recorded_reads import RecordedReads
 from batchfit._engine.trace.recorder import TraceRecorder
 from batchfit._engine.trace.untraceable import explained
@@ -280,6 +280,7 @@ def open_trace(
     stack.enter_context(recorder.in_place.active(rules.autograd_key))
     stack.enter_context(recorder.resizes_seen())
     stack.enter_context(followed(faked.communication))
+    stack.enter_context(like_updates_repeated(recorder.blocks, recorder.host.adopt))
     stack.callback(recorder.host.restore)
     stack.enter_context(not_called_a_trace(recorder.knows))
     stack.enter_context(saved_on_the_host())
