@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from batchfit._engine.trace.host import HostTensors
 from torch import Tensor, nn
 
 import batchfit
@@ -16,6 +15,7 @@ from batchfit._engine.sharding.pure.layout import ShardLayout
 from batchfit._engine.sharding.sharding import changes_for
 from batchfit._engine.torch_private import fsdp2
 from batchfit._engine.trace.fake_cache import tensors_among
+from batchfit._engine.trace.host_tensors import HostTensors
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from batchfit._engine.torch_private.dispatch import unseen
+from batchfit._engine.torch_private.dispatch import modes_disabled
 from batchfit._engine.torch_private.fake import FakeTensor, device_of
 from batchfit._engine.trace.held_tensors import is_made_of_tensors, parts_of
 from batchfit._replaced import replaced
@@ -42,7 +42,7 @@ def like_updates_repeated(log: Blocks, adopt: Callable[[list[Tensor]], object]) 
     known: dict[Any, _Update | None] = {}
 
     def update(*args: Any) -> None:
-        with unseen():
+        with modes_disabled():
             adopt([one for value in args for one in parts_of(value) if one.dim()])
         key = _form_of(args)
         done = None if key is None else known.get(key)
@@ -96,7 +96,8 @@ def _form_of(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return type(value).__name__, value
     if is_made_of_tensors(value):
-        names, context = value.__tensor_flatten__()
+        held: Any = value
+        names, context = held.__tensor_flatten__()
         parts = _form_of([getattr(value, name) for name in names])
         return None if parts is None else (type(value), str(context), parts)
     if type(value) not in (FakeTensor, Tensor):
