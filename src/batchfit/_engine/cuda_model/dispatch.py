@@ -33,7 +33,7 @@ from batchfit._engine.torch_private.dispatch import (
     schema_of,
 )
 from batchfit._engine.torch_private.fake import FakeTensor, device_of
-from batchfit._replaced import replaced
+from batchfit._engine.torch_private.replaced import replaced
 
 aten: Any = torch.ops.aten
 

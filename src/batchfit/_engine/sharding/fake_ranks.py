@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from batchfit._engine.torch_private.process_groups import fake_group, is_fake
-from batchfit._replaced import replaced
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit.errors import BatchfitError
 
 

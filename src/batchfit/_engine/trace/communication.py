@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.torch_private.fsdp2 import collectives_noted, shapes_by_fakes
-from batchfit._replaced import replaced
+from batchfit._engine.torch_private.replaced import replaced
 
 COMMUNICATION = "communication"
 

@@ -33,6 +33,7 @@ from batchfit._engine.torch_private.fake import (
     device_of,
     unset_fake_temporarily,
 )
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.blocks import Blocks, InPlace, Whereabouts
 from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
@@ -42,7 +43,6 @@ from batchfit._engine.trace.host_tensors import HostTensors
 from batchfit._engine.trace.program_lines import calling_line, reading
 from batchfit._engine.trace.recorded_reads import RecordedReads, Value
 from batchfit._engine.trace.values import KnownValues, LibraryReads
-from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 
 _LINEAR = torch.ops.aten.linear.default

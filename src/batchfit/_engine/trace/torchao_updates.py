@@ -17,8 +17,8 @@ from torch import Tensor
 
 from batchfit._engine.torch_private.dispatch import modes_disabled
 from batchfit._engine.torch_private.fake import FakeTensor, device_of
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.held_tensors import is_made_of_tensors, parts_of
-from batchfit._replaced import replaced
 
 if TYPE_CHECKING:
     from batchfit._engine.allocator.footprint import Origin

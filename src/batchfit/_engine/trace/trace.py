@@ -37,6 +37,7 @@ from batchfit._engine.snapshot.rng import UndoStack, global_states
 from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.torch_private.modules import flex_attention_check
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.blocks import counts_of_one_holder
 from batchfit._engine.trace.communication import followed
 from batchfit._engine.trace.fake_state import Faked
@@ -52,7 +53,6 @@ from batchfit._engine.virtual_memory.memory import eagerly
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._engine.workload.user_errors import NOTE
-from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 

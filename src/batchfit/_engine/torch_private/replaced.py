@@ -1,4 +1,4 @@
-"""Replaces an attribute of a class, a module or an object for the length of a `with` block."""
+"""Replaces an attribute of torch (a class, a module or an object) for the length of a `with` block."""
 
 from __future__ import annotations
 
