@@ -27,7 +27,6 @@ LEVELS = (
         "_config_files",
         "_knobs",
         "_options",
-        "_replaced",
         "_units",
         "messages",
         "_init",
@@ -182,7 +181,6 @@ def test_the_engine_uses_no_feature(module: str) -> None:
         "_arguments",
         "_config_files",
         "_files",
-        "_replaced",
         "_units",
         "_knobs",
     }

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from batchfit._check.parameter_lines import FUNCTIONS, defined, parsed, text_of
 from batchfit._engine.allocator.footprint import CodeLine
+from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.workload.user_errors import is_users
-from batchfit._replaced import replaced
 
 
 @final

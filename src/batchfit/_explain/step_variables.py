@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from batchfit._engine.batch.structure import children, rebuilt
-from batchfit._replaced import replaced
+from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit.workload import Workload
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private import ddp
 from batchfit._engine.trace.communication import COMMUNICATION, Communication
 from batchfit._engine.trace.fake_state import Faked
-from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 

@@ -14,9 +14,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private.optimizers import forget_shares
 from batchfit._engine.trace.fake_state import Faked
-from batchfit._replaced import replaced
 from batchfit.workload import Workload
 
 

@@ -12,8 +12,8 @@ from typing import Any, final
 
 import torch
 
+from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private.fsdp2 import collectives_noted
-from batchfit._replaced import replaced
 
 COMMUNICATION = "communication"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
 from batchfit._engine.cuda_model import quantised_kernels
-from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
+from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules, replaced
 from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
 from batchfit._engine.cuda_model.sequences import packed
 from batchfit._engine.cuda_model.workspaces import Extra, Rule
@@ -42,7 +42,6 @@ from batchfit._engine.trace.host_tensors import HostTensors
 from batchfit._engine.trace.program_lines import calling_line, reading
 from batchfit._engine.trace.recorded_reads import RecordedReads, Value
 from batchfit._engine.trace.values import KnownValues, LibraryReads
-from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 
 _LINEAR = torch.ops.aten.linear.default

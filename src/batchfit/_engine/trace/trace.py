@@ -31,7 +31,7 @@ from batchfit import workload as workloads
 from batchfit._engine.allocator.footprint import ShapeChangedError, Trace
 from batchfit._engine.batch import sources
 from batchfit._engine.cuda_model.autocast_check import autocast_caveat
-from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.cuda_model.dispatch import CudaRules, replaced
 from batchfit._engine.device.interrupts import TraceInterrupts
 from batchfit._engine.snapshot.rng import UndoStack, global_states
 from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
@@ -51,7 +51,6 @@ from batchfit._engine.virtual_memory.memory import eagerly
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._engine.workload.user_errors import NOTE
-from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 

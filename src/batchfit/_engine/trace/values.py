@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private.dispatch import schema_of
 from batchfit._engine.torch_private.fake import FakeTensor, unset_fake_temporarily
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.program_lines import calling_line, reading
-from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 
 aten = torch.ops.aten
