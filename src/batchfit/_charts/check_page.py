@@ -152,6 +152,11 @@ def check_markdown(check: MemoryCheck) -> str:
     return "\n".join([*parts, f"<sub>{_cell(ends)}</sub>", ""])
 
 
+def check_error_markdown(name: str, error: str) -> str:
+    """That one of several targets could not be checked, as Markdown."""
+    return f"### ❌ Peak memory: {_cell(name)} was not checked\n\n- **{_cell(error)}**\n"
+
+
 def _table_row(one: MemoryChange, check: MemoryCheck) -> str:
     name = _cell(one.name)
     if one.called_from:

@@ -122,7 +122,15 @@ def baseline_of(options: CheckOptions, name: str) -> PeakRecord | None:
 
 def gpu_of(options: CheckOptions, before: PeakRecord | None) -> Gpu:
     """The GPU to trace for."""
-    return options.target or (DEFAULT if before is None else gpu_named(before.card))
+    if options.target is not None or before is None:
+        return options.target or DEFAULT
+    try:
+        return gpu_named(before.card)
+    except ValueError:
+        raise ResultFileError(
+            f"{options.baseline}: its gpu is {before.card!r}, which this batchfit does not know. Upgrade "
+            "batchfit, or name another: --gpu h200 --update"
+        ) from None
 
 
 def root_of(options: CheckOptions) -> Path:
@@ -200,7 +208,7 @@ def _before(path: Path, name: str, options: CheckOptions) -> PeakRecord | None:
     if before is None:
         known = f"it has {', '.join(records)}" if records else "there is no such file"
         raise ResultFileError(
-            f"{path} has no baseline of {name} ({known}): update=True (batchfit check --update) writes it"
+            f"{path} has no baseline of {name} ({known}): batchfit check --update (update=True) writes it"
         )
     asked = {"batch_size": options.batch_size, "budget": options.budget_bytes}
     held = {"batch_size": before.batch_size, "budget": before.budget_bytes}

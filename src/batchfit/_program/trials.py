@@ -192,7 +192,8 @@ class ProgramTrials:
             evaluated=reports.evaluated,
             only_evaluates=reports.is_evaluation,
         )
-        largest = note_use(self._uses, reports.use(request.size)) if trial.fits else None
+        lines = reports.last_lines(followed.run.tail.lines())
+        largest = note_use(self._uses, reports.use(request.size), lines) if trial.fits else None
         if largest is not None:
             self._samples = largest
             raise LargestBatch(largest)

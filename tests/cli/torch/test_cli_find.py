@@ -561,6 +561,7 @@ class TestTerminal:
         return process.wait(timeout=60), b"".join(parts).decode()
 
     @pytest.mark.parametrize("no_colour", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.slow
     def test_rows_are_live_and_colour_is_optional(self, no_colour: bool, project: Path) -> None:
         variables = {"NO_COLOR": "1"} if no_colour else {}
         code, text = self.shown(project, "find", "train.py:make", *QUICK, **variables)

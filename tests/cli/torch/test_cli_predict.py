@@ -289,6 +289,14 @@ class TestPredict:
         text = as_text(prediction_lines(Predicted(tuple(rows), few), next_command="", width=80, plain=True))
         assert "dataset    it has 5000 samples: no batch of it is larger" in text
         assert "use it" not in text
+        # Of a program the answer is its command, and what is explained next has two batches of its samples.
+        one = Predicted(tuple(rows[:1]), few[:1])
+        after = predict.next_command(one, "batchfit explain", " -- python t.py {}", most=2500)
+        text = as_text(
+            prediction_lines(one, next_command=after, width=80, plain=True, use="python t.py {}".format)
+        )
+        assert "use it     python t.py 4088" in text
+        assert "batchfit explain --batch-size 2500 " in text
 
     def test_a_model_that_has_no_memory_is_predicted_alike(
         self, project: Path, capsys: pytest.CaptureFixture[str]

@@ -97,6 +97,7 @@ def test_the_top_holder_is_named_and_so_is_the_change_that_it_asks_for() -> None
         assert found.changed_bytes < found.peak_bytes
 
 
+@pytest.mark.slow
 def test_what_is_named_makes_it_fit_in_a_real_run() -> None:
     """Activation checkpointing, written as the error says, under `virtual_memory`."""
     made = functools.partial(of_tokens, width=64, words=64, length=4096)

@@ -552,7 +552,7 @@ def lines_of(work: batchfit.Workload) -> Footprint:
     ("make", "prompt", "new", "options"),
     [
         (generating_gpt2, 32, 40, {}),
-        (generating_llama, 7, 30, {}),
+        pytest.param(generating_llama, 7, 30, {}, marks=pytest.mark.slow),
         pytest.param(generating_gpt2, 5, 30, {"do_sample": True, "top_k": 20}, marks=pytest.mark.slow),
         pytest.param(generating_llama, 16, 24, {"num_beams": 2}, marks=pytest.mark.slow),
         pytest.param(generating_t5, 16, 30, {}, marks=pytest.mark.slow),
@@ -574,6 +574,7 @@ def test_the_passes_that_are_not_traced_are_those_of_every_token(
         assert len(every.events) <= len(few.events) < 1.01 * len(every.events)
 
 
+@pytest.mark.slow
 def test_what_is_predicted_for_generation_has_room_for_every_token() -> None:
     work = generates(generating_llama(), 8, 20)
     answer = predict(work, budget="1GiB")

@@ -102,6 +102,7 @@ def test_a_plain_model_is_spread_for_the_trace_only(layout: str) -> None:
     assert not same(state_of(workload), before), "it still trains"
 
 
+@pytest.mark.slow
 def test_each_kind_of_memory_is_a_ranks_own() -> None:
     weights = sum(one.numel() for one in Model().parameters()) * 4
     found = {

@@ -30,10 +30,10 @@ class SizeUse:
     peak_bytes: int | None
 
 
-def note_use(uses: list[SizeUse], use: SizeUse) -> int | None:
+def note_use(uses: list[SizeUse], use: SizeUse, lines: Sequence[str] = ()) -> int | None:
     """Add a size to those that ran, or answer the largest batch where it is beyond that and shows no more.
 
-    A `ProgramError` where the search makes no sense.
+    A `ProgramError` where the search makes no sense, with the `lines` that the program printed last.
     """
     largest = largest_batch([*uses, use])
     if largest is not None and use.size > largest:
@@ -41,7 +41,7 @@ def note_use(uses: list[SizeUse], use: SizeUse) -> int | None:
     uses.append(use)
     wrong = wrong_use(uses)
     if wrong:
-        raise ProgramError(wrong)
+        raise ProgramError(wrong, lines=lines)
     return None
 
 

@@ -48,7 +48,7 @@ class TooFewSamplesError(Exception):
 
     def __init__(self, most: int) -> None:
         self.most = most
-        super().__init__(f"the program has too few samples: {most} at most")
+        super().__init__(f"the program has too few samples for two batches: {most} each at most")
 
 
 @final
@@ -131,7 +131,7 @@ class ProgramTraces:
         largest = note_use(self._uses, replace(reports.use(size), peak_bytes=peak_bytes))
         if largest is not None:
             self.samples = self.samples or largest
-            raise TooFewSamplesError(largest)
+            raise TooFewSamplesError(largest // STEPS)
 
     def recorded_at(self, size: int | None, root: Path) -> TracedRecord:
         """The record of its peak by lines, files named from `root`; None: at the size that it has."""
@@ -170,7 +170,7 @@ class ProgramTraces:
             check_seen(run, self.template.words, heard=reports.heard, code=code)
             text = run.found("record")
             if text is None and code == 0 and size > SMALL + 1 and reports.failure is None:
-                raise TooFewSamplesError(size // 2)
+                raise TooFewSamplesError(size // STEPS)
             if text is None:
                 raise self._failed(run, reports, code, size)
             return _Recorded(text, reports)
