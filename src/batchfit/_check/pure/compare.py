@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import final
+from typing import Any, final
 
 from batchfit._check.pure.record import (
     HeldRow,
@@ -266,7 +266,7 @@ def _split(before: Sequence[HeldRow], now: Sequence[HeldRow]) -> list[HeldRow]:
     for row in now:
         sizes_now[row.chain, row.kind] += row.size
     known = {(row.chain, row.kind) for row in before}
-    room = defaultdict(list)
+    room: dict[Any, list[Any]] = defaultdict(list)  # for each place: [chain, bytes that are left there]
     for row in now:
         place = SourcePlace.parsed(row.chain[-1])
         if row.size and row.of and place.file and (row.chain, row.kind) not in known:

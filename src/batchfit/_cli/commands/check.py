@@ -177,4 +177,5 @@ def _lines(
 ) -> list[Line]:
     screens = [check_lines(one, width=width, plain=plain) for one in checks]
     screens += [one.lines(width) for one in broken]
-    return [line for number, screen in enumerate(screens) for line in ([[]] if number else []) + screen]
+    between: list[Line] = [[]]
+    return [line for number, screen in enumerate(screens) for line in (between if number else []) + screen]

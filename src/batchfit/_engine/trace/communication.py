@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.cuda_model.dispatch import replaced
-from batchfit._engine.torch_private.fsdp2 import collectives_noted
+from batchfit._engine.torch_private.fsdp2 import collectives_noted, shapes_by_fakes
 
 COMMUNICATION = "communication"
 
@@ -61,5 +61,5 @@ def followed(communication: Communication) -> Iterator[None]:
         kept.append(one)
         return communication.on_stream(numbers.setdefault(id(one), len(numbers) + 1))
 
-    with collectives_noted(communication.inside), replaced(torch.cpu, "stream", stream):
+    with collectives_noted(communication.inside), shapes_by_fakes(), replaced(torch.cpu, "stream", stream):
         yield

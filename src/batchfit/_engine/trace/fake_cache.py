@@ -317,7 +317,8 @@ def facts_about(func: Any) -> _About:
     schema = schema_of(func)
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
     # What is given as `out` may be resized.
-    known = not any(tag in func.tags for tag in tags) and not any(one.is_out for one in schema.arguments)
+    has_tag = func is not aten.index.Tensor and any(tag in func.tags for tag in tags)
+    known = not has_tag and not any(one.is_out for one in schema.arguments)
     each = schema.name.startswith("aten::_foreach_")
     return _About(known and func not in _ASKED, not each or len(schema.returns) > 0, each)
 

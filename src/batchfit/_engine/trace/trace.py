@@ -45,6 +45,7 @@ from batchfit._engine.trace.held_tensors import caveats_of, is_paged
 from batchfit._engine.trace.program_lines import HERE, TORCH
 from batchfit._engine.trace.recorded_reads import RecordedReads
 from batchfit._engine.trace.recorder import TraceRecorder
+from batchfit._engine.trace.torchao_updates import TORCHAO, like_updates_repeated
 from batchfit._engine.trace.untraceable import explained
 from batchfit._engine.trace.values import values_unread
 from batchfit._engine.virtual_memory.memory import eagerly
@@ -281,6 +282,8 @@ def open_trace(
     stack.enter_context(recorder.resizes_seen())
     if faked.communication is not None:
         stack.enter_context(followed(faked.communication))
+    if TORCHAO in sys.modules:
+        stack.enter_context(like_updates_repeated(recorder.blocks, recorder.host.adopt))
     stack.callback(recorder.host.restore)
     stack.enter_context(not_called_a_trace(recorder.knows))
     stack.enter_context(saved_on_the_host())
