@@ -81,7 +81,7 @@ def record_of(
 def record_of_trace(
     traced: Trace,
     parts: Sequence[Any],
-    card: str,
+    gpu_name: str,
     root: Path,
     *,
     budget: tuple[int, int] | None = None,
@@ -90,7 +90,7 @@ def record_of_trace(
 ) -> TracedRecord:
     """The record of a detailed trace of `parts`; of `functions`, the first one makes the batch."""
     made = OptimizerLines() if made is None else made
-    return _Reader(parts, card, root, Peak.of(traced), made, functions).record(budget)
+    return _Reader(parts, gpu_name, root, Peak.of(traced), made, functions).record(budget)
 
 
 @final
@@ -99,7 +99,7 @@ class _Reader:
     """Reads a record from a peak."""
 
     parts: Sequence[Any]
-    card: str
+    gpu_name: str
     root: Path
     peak: Peak
     made: OptimizerLines
@@ -124,7 +124,7 @@ class _Reader:
         budget_bytes, largest = (None, None) if budget is None else budget
         record = PeakRecord(
             batch_size=self.peak.trace.size,
-            card=self.card,
+            card=self.gpu_name,
             versions=_versions(self._packages),
             moments=tuple(self._moment(one) for one in highest),
             batch=self._batch(),
