@@ -13,7 +13,7 @@ from typing import Any, final
 
 from batchfit._engine.distributed.collectives import reads_as_lost
 from batchfit._find.driver import worst
-from batchfit._program.pure.usage import SizeUse
+from batchfit._program.pure.size_use import SizeUse
 from batchfit.results import Outcome, Trial
 
 Event = dict[str, Any]

@@ -19,7 +19,7 @@ from cli_runner import runner
 from typer.testing import Result
 
 import batchfit
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit._cli import png
 from batchfit._cli.commands import explain, predict
 from batchfit._cli.commands.explain import explain_target
@@ -279,7 +279,7 @@ class TestPredict:
     def test_a_dataset_smaller_than_the_answer_is_noted_for_several_gpus_too(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from batchfit._charts.text import as_text
+        from batchfit._charts.text_charts import as_text
         from batchfit._cli.commands.predict import Predicted, prediction_lines
 
         data = Path(__file__).parents[2] / "data" / "report" / "cards.json"

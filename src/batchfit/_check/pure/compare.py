@@ -6,6 +6,7 @@ Rules:
 - A line whose text was edited is the same line, if file and function are the same and the texts are alike; so
   is one that was moved to another function.
 - A line that is reached by another way, with the same bytes, has not changed: code that was wrapped or moved.
+- Nor has a tensor that another line of the same function makes now: one line that was split into two.
 - The largest change comes first, of those that go the way of the sum.
 - What is all new (or gone) below one line is one change of that line: the call of a model that used to run
   under `no_grad`, not the ten lines inside the model. So is what a line leads to that was edited, where no
@@ -19,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import final
+from typing import Any, final
 
 from batchfit._check.pure.record import (
     HeldRow,
@@ -111,7 +112,7 @@ def line_changes(before: PeakRecord, now: PeakRecord) -> list[Difference]:
         earlier, later = (_at_one_place(rows, "optimizer", place) for rows in (earlier, later))
     old = _texts(earlier)
     edited = edited_lines(old, _texts(later))
-    earlier = _rerouted(_with_texts(earlier, edited), later)
+    earlier = _split(_rerouted(_with_texts(earlier, edited), later), later)
     origins = {after: text for text, after in edited.items()}
     found = row_changes(earlier, later, other=_texts(later) - old)
     return [replace(one, before_text=origins.get(one.chain[-1], "")) for one in found]
@@ -253,6 +254,36 @@ def _rerouted(before: Sequence[HeldRow], now: Sequence[HeldRow]) -> list[HeldRow
                         left -= moved
             if left or not row.size:
                 found.append(row._replace(size=left))
+    return found
+
+
+def _split(before: Sequence[HeldRow], now: Sequence[HeldRow]) -> list[HeldRow]:
+    """The rows before, where a new line of a function makes what another line of it has made, at the new one.
+
+    It is the same if it is of one kind, operation, dtype and shape, and the old line holds that much less.
+    """
+    sizes_now: Counter[tuple[tuple[str, ...], str]] = Counter()
+    for row in now:
+        sizes_now[row.chain, row.kind] += row.size
+    known = {(row.chain, row.kind) for row in before}
+    room: dict[Any, list[Any]] = defaultdict(list)  # for each place: [chain, bytes that are left there]
+    for row in now:
+        place = SourcePlace.parsed(row.chain[-1])
+        if row.size and row.of and place.file and (row.chain, row.kind) not in known:
+            room[row.kind, row.of, row.chain[:-1], place.file, place.function].append([row.chain, row.size])
+    found: list[HeldRow] = []
+    for row in before:
+        place = SourcePlace.parsed(row.chain[-1])
+        left, less = row.size, row.size - sizes_now[row.chain, row.kind]
+        for new in room.get((row.kind, row.of, row.chain[:-1], place.file, place.function), ()):
+            moved = max(min(less, new[1]), 0)
+            if moved:
+                found.append(row._replace(chain=new[0], size=moved))
+                new[1] -= moved
+                left -= moved
+                less -= moved
+        if left or not row.size:
+            found.append(row._replace(size=left))
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.memory_page import fact, operation_name
-from batchfit._charts.text import Level, Line, curves
+from batchfit._charts.text_charts import Level, Line, curves
 from batchfit._cli.commands.find_answer import dataset_note, how_to_use
 from batchfit._cli.delivery import RenderedAnswer
 from batchfit._cli.exits import Code, CommandFailed, wrong_flag

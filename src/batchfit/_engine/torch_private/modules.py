@@ -1,4 +1,4 @@
-"""Classes and tables of `torch.nn`, and what other parts of torch keep for themselves."""
+"""Private classes and tables of `torch.nn`, and of parts of torch that have no module here."""
 
 from __future__ import annotations
 

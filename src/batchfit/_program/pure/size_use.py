@@ -1,4 +1,4 @@
-"""What the program does with the size: uses it, has no more samples, accumulates, or never looks at it.
+"""What a program does with the size it is given: uses it, has too few samples, accumulates, or ignores it.
 
 Rules: judged from two sizes that ran, one at least twice the other, by the samples of the forward passes,
 their number per step, and the peak. Where the peak grows, or a pass gets more numbers, the size is used,
