@@ -23,6 +23,7 @@ from batchfit._engine.batch.sample_count import Count
 from batchfit._engine.batch.user_split import Cutter, Split
 from batchfit._engine.data_parallel.strategy import data_parallel_of
 from batchfit._engine.device.device import Device, check_budget
+from batchfit._engine.device.living import living_optimizers
 from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.device.tensors import leaves_of, top_holders
 from batchfit._engine.optimizer_step.step import step
@@ -145,7 +146,9 @@ class Microbatcher:
             self._device,
             budget_bytes,
             models_bytes=lambda: owned_bytes(models, kind),
-            holders=lambda live: top_holders(models, on=torch.device(kind), live_bytes=live),
+            holders=lambda live, batch: top_holders(
+                [*models, *living_optimizers(models)], on=torch.device(kind), live_bytes=live, batch=batch
+            ),
         )
         events = EventLog(on_event)
         self._uniform = UniformSizer(memory, events, most=microbatch_size)

@@ -6,12 +6,20 @@ Rule: Python's garbage collector is asked for them, once, after an OOM that ends
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from batchfit._engine.device.tensors import tensors_in, top_holders
 from batchfit._units import in_use_bytes
+
+
+def living_optimizers(models: Sequence[object]) -> list[object]:
+    """The optimizers that update a parameter of these models."""
+    known = {id(one) for one in tensors_in(models)}
+    alive = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return [one for one in alive if any(id(parameter) in known for parameter in tensors_in([one]))]
 
 
 def living_holders(message: str) -> tuple[tuple[str, int], ...]:
