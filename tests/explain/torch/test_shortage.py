@@ -164,14 +164,14 @@ def test_a_step_that_cannot_be_traced_says_what_is_known_without() -> None:
 
 
 def test_what_goes_wrong_before_the_trace_hides_nothing_either(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, living_bytes: int
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no kernels are known")
 
     monkeypatch.setattr(shortage, "rules_for", broken)
     with (
-        batchfit.virtual_memory("256KiB"),
+        batchfit.virtual_memory(living_bytes + 256 * 1024),
         pytest.raises(NothingFitsError, match="a batch of 1 does not fit"),
     ):
         batchfit.find_batch_size(of_tokens(width=32, words=64, length=64), max_size=1)
