@@ -34,7 +34,7 @@ KIND_NAMES = (
 )
 PHASES = {OPTIMIZER: "optimizer", TEMPORARIES: "optimizer", GRADIENTS: "backward", ACTIVATIONS: "forward"}
 _LONGEST_NAME = 120
-IN_BACKWARD = "backward (no Python stack)"
+IN_BACKWARD = "backward (no stack)"
 NO_STACK = "no stack was recorded"
 _LIBRARY = re.compile(
     r"(?:^|/)(?:site|dist)-packages/|(?:^|/)lib/python3(?:\.\d+)?/|(?:^|/)torch/(?:nn|optim|autograd|utils)/"
