@@ -24,9 +24,10 @@ LEVELS = (
     {
         "_arguments",
         "_ask_tell",
-        "_documents",
+        "_config_files",
         "_knobs",
         "_options",
+        "_replaced",
         "_units",
         "messages",
         "_init",
@@ -57,7 +58,7 @@ PURE = ("_charts", "_init", "results", "_engine.allocator")
 THIRD_PARTY = {
     "pydantic": {"results", "_schedule"},
     "pandas": {"results"},
-    "yaml": {"_documents"},
+    "yaml": {"_config_files"},
     "numpy": {"_engine.snapshot"},
     "pytest": {"_check"},
     "typer": {"_cli"},
@@ -179,8 +180,9 @@ def test_the_engine_uses_no_feature(module: str) -> None:
         "messages",
         "testing",
         "_arguments",
-        "_documents",
+        "_config_files",
         "_files",
+        "_replaced",
         "_units",
         "_knobs",
     }

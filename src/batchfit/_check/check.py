@@ -24,10 +24,9 @@ from batchfit._check.pure.options import BASELINE, NAME, CheckOptions
 from batchfit._check.pure.record import PeakRecord, TracedRecord, other_versions
 from batchfit._check.record import project_root, record_of
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu, gpu_named
-from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.oracle import Oracle, allocator_caveats, allocator_rules, margin_of
-from batchfit._engine.trace.trace import unseen
+from batchfit._engine.trace.trace import trace_caveats
 from batchfit._engine.trace.workload import rules_for, trace_workload
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._explain.shortage import for_error
@@ -107,11 +106,11 @@ def check_with(
     """
     begun = time.perf_counter()
     work = as_workload(workload)
-    check_by_samples(work._source, "check_memory")
+    work._check_by_samples("check_memory")
     before = baseline_of(options, name)
     reach = reach_of(work)
     rules = rules_for(work, gpu_of(options, before), reach)
-    notes = list(unseen(reach.parts))
+    notes = list(trace_caveats(reach.parts))
     traced = traced_as(reach, rules, options, before, root_of(options), notes, made)
     return compared(name, options, traced, before, notes, begun=begun, retrace=retrace)
 

@@ -1,4 +1,4 @@
-"""The record of a step's peak: a detailed trace, with what holds its highest moment by line and module.
+"""Makes the record of a step's peak from a detailed trace: what holds it, by line and module.
 
 Rules: the trace is made for a GPU by its name, on the CPU, whatever is here; so the same program gives the
 same record on every machine. What cannot be traced is an `UntraceableError`.

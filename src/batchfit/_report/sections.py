@@ -70,7 +70,7 @@ def sections(sources: Sequence[Source]) -> str:
             *_each(_explained, explanations),
             *_each(_checked, _named(sources, MemoryCheck)),
             *_each(schedule_sections, _named(sources, SchedulePlan)),
-            _unseen(memory),
+            _caveats(memory),
             _environment(sources),
         ]
     )
@@ -169,7 +169,7 @@ def _memory(memory: Memory) -> Iterator[str]:
             yield figure(chart, _memory_table(group), name=f"memory-{number}", note=_memory_note(group))
 
 
-def _unseen(memory: Memory) -> str:
+def _caveats(memory: Memory) -> str:
     """What predictions and explanations do not know."""
     notes = [note for _, one in memory.predictions for note in one.unseen]
     notes += [note for _, one in memory.explanations for note in one.unseen]

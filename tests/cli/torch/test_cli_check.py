@@ -145,6 +145,7 @@ def test_a_highest_peak_needs_no_baseline(project: Path) -> None:
     assert not Path("memory.json").exists()
 
 
+@pytest.mark.slow
 def test_the_largest_size_within_a_budget(project: Path) -> None:
     assert run(TARGET, "--budget", "200MiB", "--update").exit_code == Code.FOUND
     entry = json.loads(Path("memory.json").read_text())["targets"][TARGET]

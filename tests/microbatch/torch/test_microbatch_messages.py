@@ -278,7 +278,7 @@ def test_a_loss_that_fits_the_second_time_or_in_chunks() -> None:
     points = torch.randn(8, 4)
     report = Microbatcher(encoder, microbatch_size=4).backward_cached(encoder, compare, points)
     assert (report.microbatch_sizes, report.retries) == ((4, 4), 1)
-    calls.clear()  # in one piece the encoder's graph is there too: chunks may help
+    calls.clear()  # in one microbatch the encoder's graph is there too: chunks may help
     report = Microbatcher(encoder).backward_cached(encoder, compare, points)
     assert (report.microbatch_sizes, report.retries) == ((4, 4), 1)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchfit._check.pure.record import HeldRow, OptimizerRecord, PeakRecord, PhaseMoment
-from batchfit._documents import parse_json
+from batchfit._config_files import parse_json
 from batchfit._engine.allocator.footprint import KINDS
 from batchfit.errors import ResultFileError
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.check_page import check_error_markdown, check_lines
-from batchfit._charts.text import Line
+from batchfit._charts.text_charts import Line
 from batchfit._check.pure.options import BASELINE, CheckOptions
 from batchfit._check.pure.project import TABLE, ProjectChecks, read_project
 from batchfit._cli.delivery import RenderedAnswer, run_answer
@@ -177,4 +177,5 @@ def _lines(
 ) -> list[Line]:
     screens = [check_lines(one, width=width, plain=plain) for one in checks]
     screens += [one.lines(width) for one in broken]
-    return [line for number, screen in enumerate(screens) for line in ([[]] if number else []) + screen]
+    between: list[Line] = [[]]
+    return [line for number, screen in enumerate(screens) for line in (between if number else []) + screen]

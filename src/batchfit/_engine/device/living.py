@@ -1,4 +1,4 @@
-"""What lives in this process while an OOM is handled: for a program whose models nobody has declared.
+"""What live models and optimizers of this process hold after an OOM, for a program that declared none.
 
 Rule: Python's garbage collector is asked for them, once, after an OOM that ends the run. Nothing is kept.
 """

@@ -23,10 +23,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from batchfit._engine.allocator.generation import TokenLoop
-from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.allocator.token_loops import TokenLoop
 from batchfit._engine.trace.blocks import Blocks
 from batchfit._engine.trace.program_lines import calling_frame
+from batchfit._replaced import replaced
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
