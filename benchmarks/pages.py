@@ -19,6 +19,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = {  # how a page's name begins: the script that makes it
+    "check_cpu": "check_cpu",
     "cost_cpu": "cost_cpu",
     "expandable": "expandable_gpu",
     "find": "find_gpu",
