@@ -52,6 +52,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "stack": "stack_gpu",
     "sweep": "sweep_gpu",
     "trace_cost": "trace_cost",
+    "trainer_suites": "trainer_suites",
     "virtual": "virtual_vs_gpu",
 }
 ELSEWHERE = {"search_simulated": "search_simulated.json"}  # JSON of another name
