@@ -49,6 +49,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "snapshot_reading": "snapshot_reading",
     "soak_length": "soak_length",
     "soak": "soak",
+    "stack_cpu": "stack_cpu",
     "stack": "stack_gpu",
     "sweep": "sweep_gpu",
     "trace_cost": "trace_cost",
