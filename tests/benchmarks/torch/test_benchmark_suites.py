@@ -1,4 +1,4 @@
-"""The comparison of a suite run plain and with `adapt`: what differs, what was refused, what its page says."""
+"""The comparison of a suite run plain and with `adapt`: what differs, is refused, and stands on its page."""
 
 from __future__ import annotations
 
