@@ -186,7 +186,7 @@ def log_nothing() -> None:
 
 
 def stand_in_for(gone: str) -> None:
-    """Let a name that a library no longer has ("package.module:name") be imported; it fails where it is used."""
+    """Let a name that is gone from a library ("package.module:name") be imported; it fails where used."""
     module, _, name = gone.partition(":")
     holder = importlib.import_module(module)
 
