@@ -227,6 +227,7 @@ _ALIASES = {
     "titanrtx": "titan-rtx",
     "rtx8000": "quadro-rtx8000",
 }
+_SEVERAL = re.compile(r"(?P<name>.+?)\s*x\s*(?P<count>[1-9][0-9]{0,3})", re.IGNORECASE)
 _SIZE = re.compile(r"(?<![a-z0-9])(\d+) ?g(?:i?b)?(?![a-z0-9])")
 
 
@@ -247,6 +248,7 @@ def gpu_named(name: str) -> Gpu:
         found = _meant("".join(kept), None if size is None else int(size[1]))
         if found:
             return _smallest(found, name)
+    _refuse_several(name)
     plain = "".join(words)
     names = [known for known in GPUS if len(plain) > 1 and plain in _plain(known)]
     near = get_close_matches(plain, map(_plain, GPUS), n=4, cutoff=0.7)
@@ -256,6 +258,20 @@ def gpu_named(name: str) -> Gpu:
         f"gpu must be one of those that `batchfit predict --list-gpus` lists, not {name!r}{hint}; budget "
         "takes any number of bytes"
     )
+
+
+def _refuse_several(name: str) -> None:
+    """Raise where the name is one of several GPUs: "h100x8"."""
+    found = _SEVERAL.fullmatch(name.strip())
+    try:
+        one = None if found is None else gpu_named(found["name"])
+    except ValueError:
+        return
+    if one is not None and found is not None:
+        raise ValueError(
+            f"gpu must be one GPU, not {name!r}: for several, predict and explain take --gpu {one.name} "
+            f"--ranks {found['count']} --shard fsdp2 (or another layout)"
+        )
 
 
 def _plain(name: str) -> str:
