@@ -2,7 +2,7 @@
 
 Rules
 - It is loaded by name (`-p trainer_suites_plugin`) into the suite of another repository. The environment
-  says what to do: TRAINER_SUITES_MODE (plain, adapted, cut), TRAINER_SUITES_OUT (a file for what it noted),
+  says what to do: TRAINER_SUITES_MODE (plain, adapted, cut), TRAINER_SUITES_OUT (a file for the notes) and
   TRAINER_SUITES_ONLY (such a file of another run: only tests that passed there run). With
   TRAINER_SUITES_UNLOGGED batchfit's own entries do not reach `log_history`: what else would fail?
 - A name that the installed library no longer has (TRAINER_SUITES_GONE) is a stand-in that fails when it
@@ -186,7 +186,7 @@ def log_nothing() -> None:
 
 
 def stand_in_for(gone: str) -> None:
-    """Let a name that is gone from a library ("package.module:name") be imported; it fails where used."""
+    """Let a name that a library no longer has ("package.module:name") be imported; it fails when called."""
     module, _, name = gone.partition(":")
     holder = importlib.import_module(module)
 

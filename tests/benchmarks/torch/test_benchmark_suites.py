@@ -1,4 +1,4 @@
-"""The comparison of a suite run plain and with `adapt`: what differs, is refused, and stands on its page."""
+"""The comparison of a suite run plain and with `adapt`: what differs, what was refused, its page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_page_names_each_difference_with_its_reason(
     out = tmp_path / "found.json"
     suites.gather(argparse.Namespace(work=tmp_path, hub=None, out=out))
     page = suites.page(json.loads(out.read_text()))
-    assert "| some: t | 4 | 1 | 1 | cut | 1 | 1 | 2 | 2 | 7 | 6 |" in page
+    assert "| some: t | 4 | 1 | 1 | cut | 4 | 1 | 1 | 2 | 2 | 7 | 6 |" in page
     by_design, unknown = page.split("**Not understood**")
     assert "- some: test_logs (cut)" in by_design
     assert "- some: test_breaks (cut): t.py:4: AssertionError: 1 != 2" in unknown
