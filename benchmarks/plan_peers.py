@@ -5,7 +5,7 @@
 
 Questions: the largest batch size in a given memory, and the peak of training at a given batch size. Truths
 are read from the JSON of `find_gpu.py`, `prediction_gpu.py` and `plan_gpu.py`; nothing is typed in. Each peer
-is called as its documentation says, on the same model. One that is asked in several ways (torch-kitsune by the
+is called as its documentation says, on the same model. One that is asked in several ways (kitsune by the
 model with its head, and by its configuration as from the hub; DeepSpeed by ZeRO-2 and ZeRO-3) counts with the
 answer that is nearest to the truth. One that answers for less than a training step (weights, gradients,
 optimizer) is compared with those bytes, not with the peak.
@@ -362,9 +362,13 @@ def _called(one: Found) -> str:
 
 
 def summarised(found: Found, name: str, key: str) -> str:
-    """`0.0 %, 2.3 %`: the median and the worst of its errors."""
+    """`0.0%, 2.3%`: the median and the worst of its errors."""
     shares = [abs(one) for one in errors(found, name, key)]
-    return f"{median(shares):.1%}, {max(shares):.1%}" if shares else "-"
+    return f"{_off(median(shares))}, {_off(max(shares))}" if shares else "-"
+
+
+def _off(share: float) -> str:
+    return f"{share:.1%}" if share < 2 else f"{share + 1:.0f} times"
 
 
 def page(found: Found) -> str:
@@ -380,7 +384,8 @@ def page(found: Found) -> str:
         f"{versions}. Truths: an H200 under a cap, torch 2.11, from {files}.",
         "",
         "Each tool was called as its documentation says, on the same model on the meta device. Of several "
-        "ways to ask, the answer nearest to the truth counts. Other releases may answer otherwise.",
+        "ways to ask, the answer nearest to the truth counts. Other releases may answer otherwise. batchfit "
+        "answers without its margin here; by default it leaves 2 % free.",
         "",
         "| tool | answers for | batch size: median error, worst | peak: median error, worst |",
         "|---|---|---|---|",
@@ -477,8 +482,8 @@ _CALLS = [
     "its own search ends. For token models its forward pass on the meta device gets floats in place of token "
     "ids and fails, so it falls back to a formula in which the length of a sequence hardly counts.",
     "- accelerate: the functions behind `accelerate estimate-memory` (`calculate_maximum_sizes`, "
-    "`estimate_training_usage`) on the model in fp32, since the command itself asks the hub. It has float16 "
-    "for mixed precision, and no LoRA.",
+    "`estimate_training_usage`) on the model in fp32, since the command itself asks the hub. It has a row "
+    "float16 for mixed precision, which counts with bf16, and no LoRA.",
     "- DeepSpeed: `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`, one "
     "GPU, no offload. They assume fp16 beside fp32 copies, and no frozen weights.",
     "- hf-mem: its parser of safetensors headers on the header that the model's file would have; the command "

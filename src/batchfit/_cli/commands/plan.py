@@ -96,6 +96,7 @@ def _to_paste(found: Plan, paste: str | None) -> list[Line]:
     for column in found.columns:
         row = found.best(column.title)
         if row is None:
+            lines += [[], [(f"# {column.title}: no row is recommended, so there is nothing to paste", "dim")]]
             continue
         cell = row.cells[found.columns.index(column)]
         cell = cell.model_copy(update={"batch_size": microbatch(found, column, cell)})
