@@ -15,7 +15,7 @@ from batchfit._engine.sharding.pure.layout import ShardLayout
 from batchfit._engine.sharding.sharding import changes_for
 from batchfit._engine.torch_private import fsdp2
 from batchfit._engine.trace.fake_cache import tensors_among
-from batchfit._engine.trace.host import HostTensors
+from batchfit._engine.trace.host_tensors import HostTensors
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of
@@ -104,6 +104,7 @@ def test_a_plain_model_is_spread_for_the_trace_only(layout: str) -> None:
     assert not same(state_of(workload), before), "it still trains"
 
 
+@pytest.mark.slow
 def test_each_kind_of_memory_is_a_ranks_own() -> None:
     weights = sum(one.numel() for one in Model().parameters()) * 4
     found = {
