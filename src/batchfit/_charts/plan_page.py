@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import fact
-from batchfit._charts.text import Line
+from batchfit._charts.text_charts import Line
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
@@ -170,12 +169,3 @@ def _markup_cell(cell: PlanCell, *, best: bool) -> str:
     text = f"{cell.batch_size} ({format_bytes(cell.peak_bytes)}{'?' if is_doubtful(cell) else ''})"
     text += "" if cell.speed is None else f", {cell.speed:.0%}"
     return f"<b>{text} ★</b>" if best else text
-
-
-def chosen_rows(plan: Plan) -> Sequence[str]:
-    """The recommended setting of each GPU, for a headline."""
-    return [
-        f"{column.title}: {plan.rows[column.recommended].setting}"
-        for column in plan.columns
-        if column.recommended is not None
-    ]

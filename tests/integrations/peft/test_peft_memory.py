@@ -32,7 +32,7 @@ from batchfit._engine.allocator.footprint import Footprint  # noqa: E402
 from batchfit._engine.allocator.gpus import gpu_named  # noqa: E402
 from batchfit._engine.allocator.replay import simulate  # noqa: E402
 from batchfit._engine.trace import trace as trace_module  # noqa: E402
-from batchfit._engine.trace.trace import trace, unseen  # noqa: E402
+from batchfit._engine.trace.trace import trace, trace_caveats  # noqa: E402
 from batchfit._engine.trace.workload import rules_for  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries say about each other
@@ -191,7 +191,7 @@ def test_a_4bit_product_makes_the_whole_weight() -> None:
     ],
 )
 def test_what_was_not_measured_is_named(name: str, says: str) -> None:
-    notes = list(unseen(LANGUAGE[name]().state))
+    notes = list(trace_caveats(LANGUAGE[name]().state))
     assert [note for note in notes if note.startswith(says)]
-    measured = (*unseen(LANGUAGE["LoRA"]().state), *unseen(LANGUAGE["QLoRA nf4"]().state))
+    measured = (*trace_caveats(LANGUAGE["LoRA"]().state), *trace_caveats(LANGUAGE["QLoRA nf4"]().state))
     assert not [note for note in measured if note.startswith(says[:12])]

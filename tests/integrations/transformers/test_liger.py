@@ -1,4 +1,4 @@
-"""Liger's kernels under `adapt`, on a CPU in Triton's interpreter; skipped where either is missing."""
+"""Liger's kernels under `adapt`, on a CPU in Triton's interpreter; skipped where one of them is missing."""
 
 from __future__ import annotations
 

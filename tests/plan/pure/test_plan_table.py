@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._charts.plan_page import as_markup, plan_lines
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit._engine.allocator.footprint import Footprint, Origin
 from batchfit._plan.pure.options import PlanOptions
 from batchfit._plan.pure.paste import pasted

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from batchfit import errors
 from batchfit._charts.plan_page import plan_lines
-from batchfit._charts.text import Line
+from batchfit._charts.text_charts import Line
 from batchfit._cli.delivery import RenderedAnswer, run_answer
 from batchfit._cli.exits import Code, CommandFailed, checked_options
 from batchfit._cli.progress import ProgressDisplay

@@ -1,4 +1,4 @@
-"""A cache of operations' results for fake arguments: what has equal shapes, a trace asks of torch once.
+"""A cache of operations' results for fake arguments: torch is asked once for equal shapes.
 
 Nine of ten operations of a step have been seen before: layers are alike, and so are steps. torch keeps such
 results too, but what it compares takes longer than our whole trace.
@@ -25,7 +25,13 @@ import torch
 from torch import Tensor
 
 from batchfit._engine.torch_private import dispatch
-from batchfit._engine.torch_private.dispatch import OpOverload, keys_of, make_subclass, schema_of, unseen
+from batchfit._engine.torch_private.dispatch import (
+    OpOverload,
+    keys_of,
+    make_subclass,
+    modes_disabled,
+    schema_of,
+)
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, device_of, pointer_guard
 from batchfit._engine.torch_private.storage import address_of
 
@@ -253,7 +259,7 @@ class FakeResults:
 
     def empty(self, shape: Any, stride: Any, dtype: Any, device: torch.device) -> Tensor:
         """A fake tensor with memory of its own."""
-        with unseen():
+        with modes_disabled():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
         return self._dressed(bare, device)
 
@@ -264,7 +270,7 @@ class FakeResults:
     def _view(
         self, of: Any, shape: Any, stride: Any, offset: int, dtype: Any, device: torch.device
     ) -> Tensor:
-        with unseen():
+        with modes_disabled():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
             bare.set_(of.untyped_storage(), offset, shape, stride)
         return self._dressed(bare, device)

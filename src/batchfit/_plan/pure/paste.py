@@ -1,4 +1,4 @@
-"""A row of a plan as what to paste into a program: arguments of a trainer.
+"""A row of a plan as arguments of a trainer, to paste into a program.
 
 Rules: only what the setting says; names of arguments are those of the newest versions (transformers 5, TRL 1,
 Lightning 2.5, torchtune 0.6). A setting that a trainer cannot be given by arguments is said in a comment.
