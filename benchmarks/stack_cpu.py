@@ -8,15 +8,17 @@ of the last of three steps under `virtual_memory`; the prediction is of this CPU
 (tests/support/cpu_truth.py), without a margin. Of TRL's trainers the prediction is that of the step which
 `adapt` searches with, the truth that of the plain trainer's own step. Activations that are saved on the host
 (`save_on_cpu`) are there for the trace; the real step saves them outside torch, which a CPU can tell from its
-own. Costs: CPU time of `predict_batch_size`, alternating with that of the same model trained in full with
-torch's AdamW; for TRL's trainers that of a plain next-token step. It needs the packages of the extra `stack`.
+own. Each row is a fork of a process that has imported the libraries. Costs: CPU time of `predict_batch_size`,
+alternating with that of the same model trained in full with torch's AdamW; for TRL's trainers that of a plain
+next-token step. It needs the packages of the extra `stack`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
-import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
-from rows import in_child, run_rows
+from rows import run_rows
 from turns import IN_TURN, about, in_turn, made_by, ratio
 
 Results = dict[str, Any]
@@ -145,9 +147,21 @@ def next_token(name: str) -> Any:
 # -- one row
 
 
-def one(row: str, *, smoke: bool) -> Results:
+def import_all() -> None:
+    """What rows need, before they are forked."""
     sys.path.insert(0, str(SUPPORT))
     warnings.simplefilter("ignore")
+    for name in (*LIBRARIES, "stack_cases", "trl_memory", "trl_cases", "trl_models", "cpu_truth"):
+        importlib.import_module(name)
+
+
+def forked(row: str, *, smoke: bool) -> Results:
+    """What `one` answers in a process of its own."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(one, (row,), {"smoke": smoke})
+
+
+def one(row: str, *, smoke: bool) -> Results:
     import cpu_truth
     import torch
 
@@ -181,6 +195,7 @@ def one(row: str, *, smoke: bool) -> Results:
 
 
 def run(given: argparse.Namespace) -> None:
+    import_all()
     told = about("python benchmarks/stack_cpu.py run")
     told["libraries"] = {name: importlib.metadata.version(name) for name in LIBRARIES}
     run_rows(
@@ -188,7 +203,7 @@ def run(given: argparse.Namespace) -> None:
         told,
         given.rows or ROWS,
         deadline_s=given.deadline_s,
-        run=lambda row, _: in_child(__file__, row, smoke=given.smoke),
+        run=lambda row, _: forked(row, smoke=given.smoke),
         shown=lambda found: {name: found[name] for name in ("error", "refused", "ratio") if name in found},
     )
 
@@ -255,15 +270,10 @@ def main() -> None:
     running.add_argument("--rows", nargs="+", choices=ROWS)
     running.add_argument("--deadline-s", type=float, default=3600, help="no row begins after that")
     running.add_argument("--smoke", action="store_true", help="one round")
-    single = commands.add_parser("one", help="one row, in this process")
-    single.add_argument("row", choices=ROWS)
-    single.add_argument("--smoke", action="store_true")
     add_page(commands)
     given = parser.parse_args()
     if given.command == "page":
         write_page(given, page)
-    elif given.command == "one":
-        print(json.dumps(one(given.row, smoke=given.smoke)))
     else:
         run(given)
 
