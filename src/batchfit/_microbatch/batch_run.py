@@ -276,6 +276,7 @@ class BatchRun:
                 device=context.device.name,
                 budget_bytes=context.memory.limit(fresh=True),
                 detail=whole_sentences(failure.message),
+                holders=context.memory.holders(sized.whole, failure.message),
                 advice="loss_fn is out of memory over the representations of the whole batch, which smaller "
                 "chunks of the encoder do not change: use a smaller batch, or a loss that needs less memory.",
             )
@@ -358,7 +359,8 @@ class BatchRun:
         return nullcontext() if self.sized is None else self.context.limits(self.sized)
 
     def shortage(self, what: str, message: str) -> NothingFitsError:
-        return self.context.memory.shortage(what, DeviceReading.of(self.context.device).held_bytes, message)
+        held_bytes = DeviceReading.of(self.context.device).held_bytes
+        return self.context.memory.shortage(what, held_bytes, message, whole=self.whole)
 
     # --- passes of ranks that run the same number of microbatches (FSDP2)
 

@@ -99,7 +99,7 @@ def test_a_line_that_was_split_into_two_has_not_changed() -> None:
     more = line_changes(before, record(row(out, size=96), row(loss, size=0)))
     assert [(one.chain, one.change) for one in more] == [((out,), 16)]
     # Another tensor, or one of another function, is another one.
-    other = line_changes(before, record(row(out, size=80, of="mm float32[9]"), row(loss, size=0)))
+    other = line_changes(before, record(row(out, size=80, of="exp float32[8]"), row(loss, size=0)))
     assert len(other) == 2
     assert len(line_changes(before, record(row("t.py:g: y = 1", size=80)))) == 2
 

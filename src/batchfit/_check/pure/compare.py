@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import Any, final
+from typing import final
 
 from batchfit._check.pure.record import (
     HeldRow,
@@ -34,6 +34,7 @@ from batchfit._check.pure.record import (
 _MOSTLY_NEW = 20  # times as many bytes as before, below one line
 _ALIKE_TEXT = 0.6  # of two texts of one line, before and after an edit
 _LARGE_SHARE = 0.01  # of the peak: what a line makes is worth a word
+_Maker = tuple[tuple[str, ...], str, str, str, tuple[str, str]]
 _SAME_STATE = 0.05  # of state per weight: what rounding to blocks makes of it in a small model
 
 
@@ -260,31 +261,39 @@ def _rerouted(before: Sequence[HeldRow], now: Sequence[HeldRow]) -> list[HeldRow
 def _split(before: Sequence[HeldRow], now: Sequence[HeldRow]) -> list[HeldRow]:
     """The rows before, where a new line of a function makes what another line of it has made, at the new one.
 
-    It is the same if it is of one kind, operation, dtype and shape, and the old line holds that much less.
+    It is the same if it is of one kind, operation and dtype, and no more than the old line holds less.
     """
-    sizes_now: Counter[tuple[tuple[str, ...], str]] = Counter()
-    for row in now:
-        sizes_now[row.chain, row.kind] += row.size
     known = {(row.chain, row.kind) for row in before}
-    room: dict[Any, list[Any]] = defaultdict(list)  # for each place: [chain, bytes that are left there]
+    sizes: Counter[tuple[tuple[str, ...], str]] = Counter()
+    new: dict[_Maker, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for row in now:
-        place = SourcePlace.parsed(row.chain[-1])
-        if row.size and row.of and place.file and (row.chain, row.kind) not in known:
-            room[row.kind, row.of, row.chain[:-1], place.file, place.function].append([row.chain, row.size])
+        sizes[row.chain, row.kind] += row.size
+        maker = _maker(row)
+        if maker is not None and (row.chain, row.kind) not in known:
+            new[maker][row.chain] += row.size
     found: list[HeldRow] = []
     for row in before:
-        place = SourcePlace.parsed(row.chain[-1])
-        left, less = row.size, row.size - sizes_now[row.chain, row.kind]
-        for new in room.get((row.kind, row.of, row.chain[:-1], place.file, place.function), ()):
-            moved = max(min(less, new[1]), 0)
+        maker = _maker(row)
+        room = Counter() if maker is None else new.get(maker, Counter())
+        left, less = row.size, row.size - sizes[row.chain, row.kind]
+        for chain in room:
+            moved = max(min(less, room[chain]), 0)
             if moved:
-                found.append(row._replace(chain=new[0], size=moved))
-                new[1] -= moved
+                found.append(row._replace(chain=chain, size=moved))
+                room[chain] -= moved
                 left -= moved
                 less -= moved
         if left or not row.size:
             found.append(row._replace(size=left))
     return found
+
+
+def _maker(row: HeldRow) -> _Maker | None:
+    """The function that makes a row, how it is reached, and what it makes; None without a line."""
+    place = SourcePlace.parsed(row.chain[-1])
+    if not place.file or not row.of:
+        return None
+    return row.chain[:-1], place.file, place.function, row.kind, TensorMade.parsed(row.of).kind
 
 
 def _ways(rows: Iterable[HeldRow]) -> dict[tuple[str, str], dict[tuple[str, ...], HeldRow]]:

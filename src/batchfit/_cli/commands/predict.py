@@ -186,8 +186,9 @@ def _headline(found: Predicted) -> str:
     first = found.rows[0]
     if len(found.rows) > 1:
         return "predicted batch sizes"
+    each = " per GPU" if found.predictions[0].ranks > 1 else ""
     return (
-        f"batch size {first.batch_size} is predicted to fit in {format_bytes(first.budget_bytes)}, "
+        f"batch size {first.batch_size}{each} is predicted to fit in {format_bytes(first.budget_bytes)}, "
         f"with a peak of {format_bytes(first.peak_bytes)}"
     )
 
@@ -259,7 +260,12 @@ def _facts(found: Predicted, next_command: str, use: Callable[[int], str] | None
     else:
         facts += dataset_note(largest, first.samples)
     if next_command and first.based_on == "no GPU":
-        facts.append(("verify", "on the GPU, with batchfit find"))
+        here = (
+            "on the GPU, with batchfit find"
+            if first.ranks == 1
+            else "on the GPUs: batchfit find under torchrun"
+        )
+        facts.append(("verify", here))
     if next_command:
         facts.append(("next", next_command))
     return [line for label, text in facts for line in fact(label, text, width)]

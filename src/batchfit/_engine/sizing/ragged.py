@@ -320,7 +320,7 @@ class RaggedBatch:
         is_least = size == 1 and (self._ignores_shapes or length <= _shortest(self.whole, microbatch))
         if is_least or (self.held_bytes or 0) >= memory.limit(fresh=False):
             what = f"one sample of length {length}"
-            raise memory.shortage(what, self.held_bytes, failure.message)
+            raise memory.shortage(what, self.held_bytes, failure.message, whole=self.whole)
         self._ignores_shapes = self._ignores_shapes or size == 1
         trusted = self.retries == 1 and bool(known.memory.readings)
         known.memory = known.memory.after_oom(size if trusted else size // 2 + 1, length)

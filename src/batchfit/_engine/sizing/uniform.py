@@ -258,7 +258,7 @@ class UniformBatch:
             return
         if before == 1 or (reading.held_bytes or 0) >= sizer.memory.limit(fresh=True):
             what = f"one sample of a batch of {self.whole.length}"
-            raise sizer.memory.shortage(what, reading.held_bytes, failure.message)
+            raise sizer.memory.shortage(what, reading.held_bytes, failure.message, whole=self.whole)
         sizer.learned.failed(shape, before)
         sure = sizer.learned.sure(shape)
         self.bounds = self.bounds.after_oom(before, self.whole.length, sure=sure, compiled=self.compiled)

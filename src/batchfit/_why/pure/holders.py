@@ -15,7 +15,7 @@ from batchfit._why.pure.lifetimes import Lifetimes
 from batchfit._why.pure.snapshot import ALLOC, FREE, FREE_REQUESTED
 from batchfit._why.pure.stacks import BEFORE, KIND_NAMES, PHASES, StackTable
 
-_BEFORE = "allocated before the recording began"
+_BEFORE = "before the recording"
 POINTS = 240  # of a timeline
 
 
