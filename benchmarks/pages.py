@@ -31,6 +31,8 @@ PAGES = {  # how a page's name begins: the script that makes it
     "noise_planted": "noise_planted",
     "noise": "noise_gpu",
     "own_cost": "own_cost",
+    "plan_peers": "plan_peers",
+    "plan_time": "plan_time",
     "plan": "plan_gpu",
     "plan_speeds": "plan_speeds",
     "prediction_versions": "prediction_versions",

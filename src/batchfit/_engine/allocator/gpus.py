@@ -24,9 +24,10 @@ from typing import Literal, final
 
 GIB = 2**30
 MIB = 2**20
+_SHOWN = 8  # names that are like one that is not known
 _CONTEXT = 560 * MIB  # an H200 after the first kernel, torch 2.11
 Memory = Literal["gddr", "ecc", "hbm", "decimal"]
-Source = Literal["measured", "reported", "nominal"]
+Source = Literal["measured", "reported", "nominal", "given"]  # of the memory
 _LOST = {"gddr": 0.04, "ecc": 0.09, "hbm": 0.02, "decimal": 0.09}
 _NO_LONGER_BUILT = (7, 5)  # CUDA 13's compilers make no kernels for what is older
 
@@ -66,8 +67,8 @@ class Gpu:
         """What a prediction for it should say."""
         found = [self.note] if self.note else []
         if not self.measured:
-            of = {"reported": "what CUDA reports there", "nominal": f"derived from {self.box_gb} GB nominal"}
-            memory = of.get(self.source, "")
+            of = {"reported": "what CUDA reports there", "given": "what was given"}
+            memory = of.get(self.source, f"derived from {self.box_gb} GB nominal")
             found.append(f"{self.name} itself: not measured by us; its memory is {memory}")
         if self.capability < _NO_LONGER_BUILT:
             major, minor = self.capability
@@ -253,7 +254,11 @@ def gpu_named(name: str) -> Gpu:
     names = [known for known in GPUS if len(plain) > 1 and plain in _plain(known)]
     near = get_close_matches(plain, map(_plain, GPUS), n=4, cutoff=0.7)
     names = names or [known for known in GPUS if _plain(known) in near]
-    hint = f" (like it: {', '.join(names)})" if names else ""
+    more = len(names) - _SHOWN
+    if more > 0:  # "rtx" alone is like 60
+        closest = get_close_matches(plain, map(_plain, names), n=_SHOWN, cutoff=0.0)
+        names = [known for known in names if _plain(known) in closest]
+    hint = f" (like it: {', '.join(names)}{f' and {more} more' if more > 0 else ''})" if names else ""
     raise ValueError(
         f"gpu must be one of those that `batchfit predict --list-gpus` lists, not {name!r}{hint}; budget "
         "takes any number of bytes"

@@ -110,7 +110,7 @@ def _torchtune(row: PlanRow, cell: PlanCell, seq_len: int | None) -> list[str]:
         f"enable_activation_checkpointing: {'True' if options['checkpointing'] != 'none' else 'False'}",
     ]
     if options.get("shards"):
-        found.append("# FSDP2: tune run --nproc_per_node 8 full_finetune_distributed")
+        found.append("# FSDP2: tune run --nproc_per_node GPUS full_finetune_distributed")
     if seq_len is not None:
         found.append(f"tokenizer.max_seq_len: {seq_len}")
     if row.method != "full":
