@@ -224,6 +224,28 @@ def loader_checks(found: Results) -> list[Check]:
     return checks
 
 
+def program_checks(found: Results) -> list[Check]:
+    """Programs as they are, and what a probe and its starts cost."""
+    ways = {name: one for name, one in found["search"]["ways"].items() if name.startswith("batchfit")}
+    (_, ours), (_, bisection) = sorted(ways.items(), key=lambda way: len(way[0]))
+    answers = [
+        one.get("exact") or [one[way]["answer"] for way in ("by_command", "as_workload")]
+        for one in found["programs"].values()
+    ]
+    same = sum(abs(by_command - as_workload) <= 1 for by_command, as_workload in answers)
+    ratio = found["step"]["ratio"]["probe"]
+    start_s = found["start"]["more_ms"]["import torch"] / 1000
+    starts = f"{ours['starts']}, bisection {bisection['starts']}"
+    return [
+        Check("no line changed", f"{same} of {len(answers)} as their workloads", "12", same >= 12),
+        Check("probe, a step", f"{ratio - 1:+.2%}", "+1 %", ratio < 1.01),
+        Check("probe, its start", f"{start_s:.2f} s", "0.2 s", start_s < 0.2),
+        Check(
+            "starts, of one that takes 20 s to start", starts, "fewer", ours["starts"] < bisection["starts"]
+        ),
+    ]
+
+
 FOUND = ("find_h200_*.json",)
 GOALS = (
     Goal("GPT-2 small: find", FOUND, lambda found: find_checks("gpt2/24", found)),
@@ -238,6 +260,7 @@ GOALS = (
     Goal("microbatching", ("microbatch_h200_*.json", "ranks_h200_*.json"), microbatch_checks),
     Goal("ragged lengths", ("ragged_h200_*.json",), ragged_checks),
     Goal("loader with 4 workers", ("loader_*.json",), loader_checks),
+    Goal("any program", ("program_cpu_*.json",), program_checks),
 )
 
 

@@ -1,4 +1,4 @@
-"""`plan`: settings by GPUs, from traces. Nothing is downloaded, allocated or run.
+"""`plan`: a table of settings (rows) by GPUs (columns), from traces. Nothing is downloaded, allocated or run.
 
 Rules:
 - A model by its name or configuration is built on the meta device and trained as its task is; a workload is
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -95,28 +95,35 @@ def plan(
 
 
 def plan_with(
-    target: str | Workload | Callable[[int], object], options: PlanOptions, report: Report | None = None
+    target: str | Workload | Callable[[int], object],
+    options: PlanOptions,
+    report: Report | None = None,
+    *,
+    rows: Collection[str] | None = None,
 ) -> Plan:
-    """Plan as the options say; `report` is called with what is traced, how many are done, and of how many."""
+    """Plan as the options say; `report` is called with what is traced, how many are done, and of how many.
+
+    `rows`: names of settings; others are left out.
+    """
     begun = time.perf_counter()
     subject: _Model | _Given = (
         _Model(shape_of(target), options) if isinstance(target, str) else _Given(as_workload(target), options)
     )
-    rows: list[PlanRow | RowCells] = []
+    found: list[PlanRow | RowCells] = []
     notes: dict[str, None] = {}
-    wanted = list(subject.rows())
+    wanted = [one for one in subject.rows() if rows is None or one.name in rows]
     for number, row in enumerate(wanted):
         if report is not None:
             report(row.name, number, len(wanted))
         try:
-            cells, unseen = row.cells()
+            cells, more = row.cells()
         except (UntraceableError, InapplicableError) as error:
-            rows.append(PlanRow(setting=row.name, method=row.method, options=row.options, note=str(error)))
+            found.append(PlanRow(setting=row.name, method=row.method, options=row.options, note=str(error)))
             continue
-        notes |= dict.fromkeys(unseen)
+        notes |= dict.fromkeys(more)
         inside = tuple(cells[at] for at in sorted(cells))
-        rows.append(RowCells(row.name, row.method, row.options, inside, row.is_confirmed))
-    columns, done = table_of(rows, options.columns, prices=options.hourly, global_batch=options.global_batch)
+        found.append(RowCells(row.name, row.method, row.options, inside, row.is_confirmed))
+    columns, done = table_of(found, options.columns, prices=options.hourly, global_batch=options.global_batch)
     columns = tuple(
         one.model_copy(update={"remedy": subject.remedy(at, done) or one.remedy}) if one.remedy else one
         for at, one in enumerate(columns)

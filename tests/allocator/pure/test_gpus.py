@@ -146,3 +146,9 @@ def test_what_hopper_does_otherwise() -> None:
     assert GPUS["a100-80gb"].blas_bytes == 8 * MIB + 128 * 1024
     assert GPUS["h100"].prefers_cudnn_attention
     assert not GPUS["rtx4090"].prefers_cudnn_attention
+
+
+@pytest.mark.parametrize("written", ["h100x8", "NVIDIA H100 x 8"])
+def test_several_gpus_are_told_how_to_be_asked_for(written: str) -> None:
+    with pytest.raises(ValueError, match="take --gpu h100 --ranks 8 --shard fsdp2"):
+        gpu_named(written)

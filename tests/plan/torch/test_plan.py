@@ -257,6 +257,7 @@ def test_the_known_models_are_listed() -> None:
     assert "Qwen/Qwen3-8B" in done.stdout
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_cheapest_change_is_one_that_fits(
     config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def test_a_text_names_a_layout(text: str, kind: str, replicas: int, reshard: boo
         ("fsdp", "one of ddp, fsdp2"),
         ("ddp:bf16", "without options"),
         ("hsdp", "replicas and shards"),
-        ("hsdp:2x3", "grid of all 8 ranks"),
+        ("hsdp:2x3", "grid of all 8 ranks, each side at least 2 (hsdp:2x4)"),
         ("hsdp:1x8", "grid of all 8 ranks"),
         ("fsdp2:reshard=3", "divides 8"),
         ("fsdp2:reshard=8", "divides 8"),

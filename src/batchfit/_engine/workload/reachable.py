@@ -1,4 +1,4 @@
-"""What a step can reach: the parts of a training program that it uses, and what else keeps things there.
+"""Finds the models, optimizers and tensors that a step uses, from its functions' variables and objects.
 
 Modules and optimizers that nobody declared (a frozen teacher) are found where the step finds them: in what
 its functions close over, in globals that they name, on the object whose method they are.

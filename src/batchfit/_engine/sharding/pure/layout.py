@@ -65,7 +65,10 @@ class ShardLayout:
             raise ValueError(f'shard must name replicas and shards ("hsdp:2x4"), not {text!r}')
         replicas, shards = int(shape[1]), int(shape[2])
         if replicas < 2 or shards < 2 or replicas * shards != ranks:
-            raise ValueError(f"shard must be a grid of all {ranks} ranks, each side at least 2, not {text!r}")
+            such = f" (hsdp:2x{ranks // 2})" if ranks >= 4 and ranks % 2 == 0 else ""
+            raise ValueError(
+                f"shard must be a grid of all {ranks} ranks, each side at least 2{such}, not {text!r}"
+            )
         dtype, reshard = _read(text, options[1:], shards)
         return cls("fsdp2", ranks, text, replicas, True if reshard is None else reshard, offload, dtype)
 
