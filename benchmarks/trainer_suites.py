@@ -71,8 +71,8 @@ EXPLAINED: tuple[tuple[str, str, str, str], ...] = (
         "resume_training_with_different_batch_size|checkpoint_args_logging",
         "ranks must be [0-9]+, as in the checkpoint",
         "By design",
-        "a checkpoint of another batch size is refused with a `ValueError`: a plain Trainer counts batches, "
-        "so it loses or repeats samples there",
+        "a checkpoint of another batch size is refused with a `ValueError`: Trainer counts batches, so "
+        "it loses or repeats samples there",
     ),
 )
 
