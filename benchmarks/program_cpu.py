@@ -393,8 +393,7 @@ def _of_programs(found: Results) -> list[str]:
         "lie below the true maximum by the tolerance of the search.",
         *more,
         "TRL's loss takes 9 MiB per sample on a CPU, whatever the vocabulary. `hydrated` and `lit_cli` need",
-        "packages that are not installed with the tests (hydra-core, jsonargparse); the row of `lit_cli`",
-        "is of the search before, which had no rules of its own for commands.",
+        "packages that are not installed with the tests (hydra-core, jsonargparse).",
     ]
 
 

@@ -254,6 +254,9 @@ def page(results: Results) -> str:
         f"- Paged state ({paged:,.0f} KiB) is managed memory on a GPU, which a CPU has not: the error leaves "
         "it out.",
         "- Of activations that are saved on the host the real step's copies lie in NumPy's memory.",
+        "- What takes longer runs more operations than the model alone: adapters on each layer, DoRA's "
+        "norms, codes that are unpacked, two models. TRL's head loops over chunks of tokens, so each size is "
+        "traced by itself.",
         "- GRPO and RLOO: the loss phase, with completions of their full length. Generation is measured, not "
         "predicted.",
     ]

@@ -674,7 +674,7 @@ def test_a_compiled_module_is_traced_as_if_it_were_not() -> None:
     assert (found.sizes, found.events) == (plain.sizes, plain.events)
     whole = trace_workload(work, rules=rules_for(work), budget_bytes=2**30)
     of_torch = tuple(trace_caveats(()))  # what is said of this torch, whatever the step is
-    assert whole.unseen == (*of_torch, "torch.compile of Sequential: traced as if not compiled")
+    assert whole.caveats == (*of_torch, "torch.compile of Sequential: traced as if not compiled")
     model[2].compile()
     assert tuple(trace_caveats([model])) == (*of_torch, "torch.compile of 2: traced as if not compiled")
 
