@@ -25,6 +25,10 @@ _LEGEND = (
     "In a cell: the largest microbatch, its peak, and samples per second beside the best row of that GPU "
     "(from operations and bytes, not measured). Checkpoint: activation checkpointing of each block."
 )
+_SEVERAL = (
+    "On several GPUs a row is DDP (the whole model on each) unless it says FSDP2; a single GPU has nothing "
+    "to shard, so FSDP2 changes nothing there."
+)
 _DOUBT = "?: predicted, and never compared with training of that kind on such a GPU."
 
 
@@ -61,11 +65,11 @@ def headline(plan: Plan) -> str:
 
 def legend(plan: Plan) -> str:
     """What a cell says."""
-    return (
-        f"{_LEGEND} {_DOUBT}"
-        if any(map(is_doubtful, (c for row in plan.rows for c in row.cells)))
-        else _LEGEND
-    )
+    text = _LEGEND
+    if any(column.count > 1 for column in plan.columns):
+        text += f" {_SEVERAL}"
+    doubtful = any(map(is_doubtful, (c for row in plan.rows for c in row.cells)))
+    return f"{text} {_DOUBT}" if doubtful else text
 
 
 def is_doubtful(cell: PlanCell) -> bool:
@@ -118,6 +122,9 @@ def advice(plan: Plan, column: PlanColumn) -> str:
     cell = row.cells[at]
     text = f"{row.setting}: microbatch {cell.batch_size} per GPU, {format_bytes(cell.peak_bytes)} of "
     text += format_bytes(column.usable_bytes)
+    if column.count > 1:
+        text += f", x {column.count} GPUs{'' if row.options.get('shards') else ' with DDP'}"
+        text += f" = {cell.batch_size * column.count} samples at once" if plan.global_batch is None else ""
     if plan.global_batch is not None:
         text += f", gradient accumulation {cell.accumulation}"
     if cell.cost is not None:
