@@ -70,25 +70,29 @@ check: $(STAMP)  ## ruff and mypy
 	$(BIN)/mypy
 
 test-pure: $(STAMP)  ## the tests of pure code, with torch blocked
-	BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=same tests/*/pure
+	BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=same $(QUICK) tests/*/pure
+
+# `make test` leaves out what is marked slow; the pure part of `make test-all` does not.
+QUICK = -m 'not slow'
+test-all: QUICK =
 
 # Of all files many wait, and two more than there are cores are soon started beside minutes of tests.
 test-torch test-all: JOBS = $(shell echo $$(($(CORES) < 7 ? $(CORES) + 2 : 8)))
 
 test-torch: $(STAMP)  ## the other tests
-	$(PYTEST) --hypothesis-profile=same -m 'not slow' --ignore-glob='*/pure' tests
+	$(PYTEST) --hypothesis-profile=same $(QUICK) --ignore-glob='*/pure' tests
 
 test-torchtune: $(TUNED)  ## the tests of torchtune's recipes, in an environment of their own
-	$(TUNED_PYTEST) -m 'not slow'
+	$(TUNED_PYTEST) $(QUICK)
 
 test-integrations: test-torchtune
 
 test-%: $(STAMP)  ## the tests in tests/%, with few Hypothesis examples: make test-find
 	@test -d tests/$* || { echo "there is no folder tests/$*" >&2; exit 2; }
 	@# seconds in one process: starting several would take longer
-	@test ! -d tests/$*/pure || BATCHFIT_BLOCK_TORCH=1 $(ALONE) --hypothesis-profile=quick tests/$*/pure
+	@test ! -d tests/$*/pure || BATCHFIT_BLOCK_TORCH=1 $(ALONE) --hypothesis-profile=quick $(QUICK) tests/$*/pure
 	@test -z "$$(find tests/$* -name 'test_*.py' -not -path '*/pure/*')" || \
-		$(PYTEST) --hypothesis-profile=quick -m 'not slow' --ignore-glob='*/pure' tests/$*
+		$(PYTEST) --hypothesis-profile=quick $(QUICK) --ignore-glob='*/pure' tests/$*
 
 test: $(STAMP)  ## everything that must pass before a change lands (about 13 minutes on two cores)
 	@# mypy has one process: the tests of pure code run beside it

@@ -19,6 +19,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = {  # how a page's name begins: the script that makes it
+    "check_cpu": "check_cpu",
     "cost_cpu": "cost_cpu",
     "expandable": "expandable_gpu",
     "find": "find_gpu",
@@ -30,7 +31,10 @@ PAGES = {  # how a page's name begins: the script that makes it
     "noise_planted": "noise_planted",
     "noise": "noise_gpu",
     "own_cost": "own_cost",
+    "plan_peers": "plan_peers",
+    "plan_time": "plan_time",
     "plan": "plan_gpu",
+    "plan_speeds": "plan_speeds",
     "prediction_versions": "prediction_versions",
     "prediction": "prediction_gpu",
     "profile": "profile_gpu",
@@ -48,9 +52,11 @@ PAGES = {  # how a page's name begins: the script that makes it
     "snapshot_reading": "snapshot_reading",
     "soak_length": "soak_length",
     "soak": "soak",
+    "stack_cpu": "stack_cpu",
     "stack": "stack_gpu",
     "sweep": "sweep_gpu",
     "trace_cost": "trace_cost",
+    "trainer_suites": "trainer_suites",
     "virtual": "virtual_vs_gpu",
 }
 ELSEWHERE = {"search_simulated": "search_simulated.json"}  # JSON of another name
@@ -88,7 +94,8 @@ def with_picture(text: str, to: Path) -> str:
 
 def as_it_should_be(page: Path) -> str | None:
     """What a committed page should say; None without its JSON."""
-    begins = next((name for name in PAGES if page.name.startswith(f"{name}_")), None)
+    named = [name for name in PAGES if page.name.startswith(f"{name}_")]
+    begins = max(named, key=len, default=None)
     if begins is None:
         raise ValueError(f"PAGES must name the script of {page.name}, and does not")
     made_by = importlib.import_module(PAGES[begins])

@@ -1,6 +1,7 @@
 """The speed model of `plan` beside recorded profiles of an H200: no GPU is needed.
 
-    python benchmarks/plan_speeds.py --to benchmarks/results/plan_speeds_h200_202611.md
+    python benchmarks/plan_speeds.py run --out benchmarks/results/plan_speeds_h200_202611.json
+    python benchmarks/plan_speeds.py page benchmarks/results/plan_speeds_h200_202611.json
 
 `profile_h200_202611.json` has samples per second at each size of three models (bf16 autocast, AdamW). The
 model of `_plan/pure/speed.py` predicts shares only: each size beside the size that was the fastest. Said of
@@ -15,6 +16,8 @@ import json
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from pages import add_page, write_page
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "results" / "profile_h200_202611.json"
@@ -103,14 +106,18 @@ def page(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--to", type=Path)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--models", nargs="+", default=list(MODELS))
+    add_page(commands)
     given = parser.parse_args()
+    if given.command == "page":
+        write_page(given, page)
+        return
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-    text = page([compared(model, recorded) for model in given.models])
-    print(text)
-    if given.to is not None:
-        given.to.write_text(text, encoding="utf-8")
+    found = [compared(model, recorded) for model in given.models]
+    given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What it costs to read a memory snapshot of gigabytes, and to record one on a CPU.
 
-    python benchmarks/snapshot_reading.py --gib 1 --folder /tmp/snapshots
+    python benchmarks/snapshot_reading.py --gib 1 0.02 --folder snapshots --out FILE.json
+    python benchmarks/snapshot_reading.py --page FILE.json
 
 A file is made as PyTorch writes it (protocol 4, frames shared, 30 frames per entry), read by `explain_oom` in
 a process of its own, and for comparison by `pickle.load`, which runs what is in a file. Seconds are those of
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import pickle
 import resource
 import statistics
@@ -152,6 +154,20 @@ def record(steps: int = 30) -> dict[str, float]:
     }
 
 
+def read_all(path: Path, gib: float) -> dict[str, Any]:
+    """A file of that size, read in each way, by a process of its own."""
+    count = make(path, int(gib * 2**30))
+    found: dict[str, Any] = {"gib": round(path.stat().st_size / 2**30, 2), "entries": count}
+    for how in WAYS:
+        command = [sys.executable, __file__, "--read", how, str(path)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        print(f"{found['gib']} GiB  {how:<12} {ran.stdout.strip()}", flush=True)
+        one = json.loads(ran.stdout)
+        found[how] = {name: one[name] for name in ("cpu_s", "peak_mib")}
+    path.unlink()
+    return found
+
+
 WAYS = {
     "read": "the file read into columns (`read_snapshot`)",
     "why": "all of `explain_oom`: steps, holders, timeline, replays",
@@ -194,11 +210,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--gib", type=float, nargs="+", default=[1.0, 0.02])
     parser.add_argument("--folder", type=Path, default=Path("snapshots"))
     parser.add_argument("--read", nargs=2, metavar=("HOW", "FILE"))
     parser.add_argument("--record", action="store_true")
-    parser.add_argument("--how", nargs="*", default=["read", "why", "pickle.load"])
+    parser.add_argument("--machine", default=f"{os.cpu_count()} CPU cores")
+    parser.add_argument("--out", type=Path, help="the JSON")
+    parser.add_argument("--page", type=Path, metavar="JSON", help="print the page of it")
     given = parser.parse_args()
     if given.read:
         print(json.dumps(read(Path(given.read[1]), given.read[0])))
@@ -206,18 +224,21 @@ def main() -> None:
     if given.record:
         print(json.dumps(record()))
         return
+    if given.page:
+        print(page(json.loads(given.page.read_text())), end="")
+        return
     given.folder.mkdir(parents=True, exist_ok=True)
-    path = given.folder / "large.pickle"
-    count = make(path, int(given.gib * 2**30))
-    print(f"{path.stat().st_size / 2**30:.2f} GiB, {count:,} entries")
-    for how in given.how:
-        ran = subprocess.run(
-            [sys.executable, __file__, "--read", how, str(path)], capture_output=True, text=True, check=False
-        )
-        print(f"{how:<12} {ran.stdout.strip() or f'exit {ran.returncode}: {ran.stderr[-300:]}'}")
+    found: dict[str, Any] = {
+        "command": f"python benchmarks/snapshot_reading.py --gib {' '.join(map('{:g}'.format, given.gib))}",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": given.machine,
+        "files": [read_all(given.folder / "large.pickle", gib) for gib in given.gib],
+    }
     ran = subprocess.run([sys.executable, __file__, "--record"], capture_output=True, text=True, check=True)
     print(f"record_oom   {ran.stdout.strip()}")
-    path.unlink()
+    found["record"] = json.loads(ran.stdout)
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

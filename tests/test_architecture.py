@@ -24,7 +24,7 @@ LEVELS = (
     {
         "_arguments",
         "_ask_tell",
-        "_documents",
+        "_config_files",
         "_knobs",
         "_options",
         "_units",
@@ -57,7 +57,7 @@ PURE = ("_charts", "_init", "results", "_engine.allocator")
 THIRD_PARTY = {
     "pydantic": {"results", "_schedule"},
     "pandas": {"results"},
-    "yaml": {"_documents"},
+    "yaml": {"_config_files"},
     "numpy": {"_engine.snapshot"},
     "pytest": {"_check"},
     "typer": {"_cli"},
@@ -179,7 +179,7 @@ def test_the_engine_uses_no_feature(module: str) -> None:
         "messages",
         "testing",
         "_arguments",
-        "_documents",
+        "_config_files",
         "_files",
         "_units",
         "_knobs",

@@ -126,11 +126,12 @@ def test_everything_else_works_without_any_of_them(tmp_path: Path) -> None:
             "from batchfit._cli import main; sys.argv = ['batchfit', 'sweep', 'it.yaml']; main()",
             "pip install \"batchfit[yaml]\" (or pyyaml) to read 'it.yaml', or write it as JSON",
         ),
-        (
+        pytest.param(
             "yaml",
             "from batchfit._cli import main; sys.argv = ['batchfit', 'find', '--set', 'it.yaml:gamma', '--',"
             " 'python', 'it.yaml']; main()",
             'pip install "batchfit[yaml]" (or pyyaml) to change a value in it.yaml',
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -334,6 +334,7 @@ def test_the_oldest_and_the_newest_of_each_library_are_in_it() -> None:
         assert re.search(rf"^{name}>=({version}|{version.removesuffix('.0')})$", stated, re.MULTILINE), name
 
 
+@pytest.mark.slow
 def test_an_environment_that_was_cut_off_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(venv: Path, *_: str) -> None:
         assert venv.exists()

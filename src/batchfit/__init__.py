@@ -33,7 +33,7 @@ _EXPORTS = {
     "Prediction": "batchfit.results",
     "OomExplanation": "batchfit.results",
     "OomRecorder": "batchfit._why.record",
-    "ScheduleEvent": "batchfit._schedule.pure.plan",
+    "ScheduleEvent": "batchfit._schedule.pure.phases",
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader.loader",
     "StepReport": "batchfit.results",
@@ -48,7 +48,7 @@ _EXPORTS = {
     "errors": "batchfit.errors",
     "explain_memory": "batchfit._explain.explain",
     "explain_oom": "batchfit._why.why",
-    "fake_ranks": "batchfit._engine.sharding.ranks",
+    "fake_ranks": "batchfit._engine.sharding.fake_ranks",
     "find_batch_size": "batchfit._find.find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
@@ -125,7 +125,7 @@ if TYPE_CHECKING:
     import batchfit.testing as testing
     from batchfit._check.check import check_memory
     from batchfit._engine.batch.first_samples import FirstSamples
-    from batchfit._engine.sharding.ranks import fake_ranks
+    from batchfit._engine.sharding.fake_ranks import fake_ranks
     from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory
@@ -139,7 +139,7 @@ if TYPE_CHECKING:
     from batchfit._profile.profile import profile_throughput
     from batchfit._report.report import report
     from batchfit._rerun.run_largest import LargestRun, run_largest
-    from batchfit._schedule.pure.plan import ScheduleEvent
+    from batchfit._schedule.pure.phases import ScheduleEvent
     from batchfit._schedule.scheduler import BatchSizeScheduler
     from batchfit._sweep.pure.events import SweepEvent
     from batchfit._sweep.sweep import sweep

@@ -1,4 +1,4 @@
-"""How the knobs of a sweep's configuration are written: a key for files, a label for people."""
+"""One configuration of a sweep (knob names and values) as text: a key for files, a label for people."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, field_serializer, model_validator
 
-from batchfit._documents import SUFFIXES, parse_document, read_document
+from batchfit._config_files import SUFFIXES, parse_document, read_document
 from batchfit._loader.pure.progress import Progress
 from batchfit._schedule.pure import lr_rules
-from batchfit._schedule.pure.bound import checked_size, count_in, where
+from batchfit._schedule.pure.bound_plan import checked_size, count_in, where
 from batchfit._schedule.pure.config import (
     BatchSizeConfig,
     Count,

@@ -21,7 +21,7 @@ from torch import nn
 from batchfit._arguments import check_flag
 from batchfit._engine.batch.sources import BatchSource, CollateFn, Longest, batch_source, takes_arguments
 from batchfit._engine.batch.structure import to_device
-from batchfit._engine.batch.token_source import TokenBatches, each_batch
+from batchfit._engine.batch.token_source import TokenBatches, not_by_samples
 from batchfit._engine.device.tensors import check_loss
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.checks import (
@@ -123,6 +123,14 @@ class Workload:
     @property
     def _source(self) -> Any:
         return self._parts.get("source")
+
+    @property
+    def _by_tokens(self) -> bool:
+        return isinstance(self._source, TokenBatches)
+
+    def _check_by_samples(self, what: str) -> None:
+        if self._by_tokens:
+            raise not_by_samples(what)
 
     @property
     def _passes(self) -> int:
@@ -242,7 +250,7 @@ def training(
             update(model, optimizer, scaler=scaler, clip_norm=clip_norm)
         loop.clear_phase()
 
-    step = each_batch(one, source)
+    step = loop.each_batch(one, source)
     known = [part for part in (model, optimizer, scaler) if part is not None]
     parts = {
         "source": source,
@@ -325,7 +333,7 @@ def inference(
                 del returned
         loop.clear_phase()
 
-    step = each_batch(one, source)
+    step = loop.each_batch(one, source)
     parts = {"source": source, "forward": forward, "autocast": autocast, "keep_outputs": keep_outputs}
     return _known(step, "inference", model, None, state=(model,), parts=parts)
 
@@ -433,13 +441,7 @@ def _generating(
 
 
 def _known(
-    step: Callable[[int], None],
-    kind: Kind,
-    model: Any,
-    optimizer: Any,
-    *,
-    state: object,
-    parts: Mapping[str, Any],
+    step: Callable[[int], None], kind: Kind, model: Any, optimizer: Any, *, state: Any, parts: dict[str, Any]
 ) -> Workload:
     workload = Workload(step, state=state)
     workload._set(kind=kind, model=model, optimizer=optimizer, _parts=parts)

@@ -20,7 +20,9 @@ from batchfit.testing import simulated_oom, virtual_memory
 EPOCHS = 2
 
 
-def new(*, version: int = 2, width: int = 8, **options: Any) -> tuple[Any, Any, Any, Any]:
+def new(
+    *, version: int = 2, width: int = 8, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Any, Any, Any, Any]:
     """An Accelerator, and what it has prepared: a model, an optimizer and a loader."""
     reset_accelerate()
     plugin = FullyShardedDataParallelPlugin(
@@ -28,9 +30,9 @@ def new(*, version: int = 2, width: int = 8, **options: Any) -> tuple[Any, Any, 
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, width)).double()
+    model = nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, width)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = torch.randn(96, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = torch.randn(96, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     loader = DataLoader(TensorDataset(data), batch_size=24 // dist.get_world_size())
     return accelerator, *accelerator.prepare(model, optimizer, loader)
 
@@ -42,9 +44,10 @@ def train(
     fails: bool = False,
     folder: Path | None = None,
     resumes: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Any]:
     """Two batches for each optimizer step; the state after an epoch is saved in `folder`, or loaded."""
-    accelerator, model, optimizer, loader = new(gradient_accumulation_steps=2)
+    accelerator, model, optimizer, loader = new(gradient_accumulation_steps=2, dtype=dtype)
     mb = batchfit.Microbatcher(model, microbatch_size=size, timeout_s=30)
     retries, fired = 0, []
 
@@ -116,6 +119,8 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
         return {
             "plain": train(rank),
             "split": train(rank, size=2, folder=Path(folder)),
+            "plain, single": train(rank, dtype=torch.float32),
+            "split, single": train(rank, size=2, dtype=torch.float32),
             "resumed": train(rank, size=2, folder=Path(folder), resumes=True),
             "oom": train(rank, fails=True),
             "found": find(rank),

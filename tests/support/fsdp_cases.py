@@ -36,10 +36,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.distributed import fsdp
+from batchfit._engine.distributed import fsdp_reset
 from batchfit._engine.distributed.collectives import begun_since, counts
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.snapshot import parallel
+from batchfit._engine.snapshot import wrappers
 from batchfit._engine.torch_private import fsdp2
 from batchfit._microbatch.microbatcher import Microbatcher
 from batchfit._noise.gradient_noise import GradientNoise
@@ -380,7 +380,7 @@ def exact_options(rank: int, world_size: int) -> Any:
     for factor, sums in ((None, True), (1.0, False), (3.0, True)):
         model, wanted = shard(make_model()), make_model()
         if factor:
-            for part in fsdp.sharded_modules(model.modules()):
+            for part in fsdp_reset.sharded_modules(model.modules()):
                 part.set_gradient_divide_factor(factor)
         mb = Microbatcher(model, microbatch_size=3, reduction="sum" if sums else "mean", timeout_s=20)
 
@@ -623,14 +623,14 @@ def learned_elsewhere(rank: int, state: dict[str, Any] | None) -> dict[str, Any]
 def unresettable(rank: int, how: str) -> Any:
     """A torch that cannot put FSDP2 at rest, or where doing it again is wrong: an error on all ranks."""
     settled_down()
-    settle = parallel.settle
+    settle = wrappers.settle
 
     def refuses(module: nn.Module, *, cut_off: bool = True) -> None:
         if how == "refuses" and fsdp2.is_root(module):
             raise SnapshotError("this torch cannot")
 
-    parallel.settle = refuses
-    fsdp.verdicts.clear()
+    wrappers.settle = refuses
+    fsdp_reset.verdicts.clear()
     if how == "refuses":
         fsdp2.can_reset = lambda: False
     faults = Faults()
@@ -645,7 +645,7 @@ def unresettable(rank: int, how: str) -> Any:
     begun = time.monotonic()
     told = outcome_of(lambda: mb.backward(fn, batch_of(rank, 0, 4)))
     elapsed_s = time.monotonic() - begun
-    parallel.settle = settle
+    wrappers.settle = settle
     dist.barrier()
     return *told, elapsed_s
 

@@ -80,12 +80,12 @@ def train_with_faults(rank: int, name: str, folder: Path) -> Any:
     return [full(trainer.model), list(FIRED), trainer.state.global_step, loss]
 
 
-def forced_split(rank: int, folder: Path) -> Any:
+def forced_split(rank: int, folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     """Microbatches of 3, of ragged batches of 8, with clipping; and the plain Trainer."""
     found = []
     for size in (None, 3):
         given = sharded(gradient_accumulation_steps=1, per_device_train_batch_size=8, max_grad_norm=0.1)
-        trainer: Any = Trainer(gpt2(), arguments(folder, **given), train_dataset=Tokens(64))
+        trainer: Any = Trainer(gpt2().to(dtype), arguments(folder, **given), train_dataset=Tokens(64))
         if size is not None:
             adapt(trainer, find=False)
             run_of(trainer).microbatch_size = size
@@ -151,6 +151,7 @@ CASES: dict[str, Callable[[int, Path], Any]] = {
     "gpt2": lambda rank, folder: train_with_faults(rank, "gpt2", folder),
     "bert": lambda rank, folder: train_with_faults(rank, "bert", folder),
     "split": forced_split,
+    "single": lambda rank, folder: forced_split(rank, folder, torch.float32),
     "find": find_with_less_on_one_rank,
     "schedule": follow_a_schedule,
 }

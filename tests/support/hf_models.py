@@ -145,3 +145,21 @@ def run_of(trainer: Any) -> Any:
 
 def parameters_of(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def gradients_of(trainer: Any, *, steps: int = 1) -> torch.Tensor:
+    """Train; the gradients with which the optimizer was called, of all parameters, step after step."""
+    found: list[torch.Tensor] = []
+
+    class Noting(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            found.extend(
+                one.grad.detach().flatten().clone()
+                for one in more["model"].parameters()
+                if one.grad is not None
+            )
+
+    trainer.add_callback(Noting())
+    trainer.train()
+    assert found
+    return torch.cat(found)

@@ -46,6 +46,14 @@ class Sharded(cases.Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
+class Single(Sharded):
+    """In single precision."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__(limit)
+        self.float()
+
+
 class NoMean(Sharded):
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.log("odd", self.loss(batch).sqrt() * len(batch[0]) ** 0.5)
@@ -80,7 +88,8 @@ def fit(rank: int, *names: str, limit: int | None = None, **options: Any) -> tup
     kind, tunes = options.pop("kind", Sharded), options.pop("tunes", False)
     run = cases.trainer(*callbacks, strategy=strategy, devices=world_size, **options)
     module = cases.seeded(lambda: kind(limit))
-    loader = DataLoader(cases.data(320, dtype=torch.float64), batch_size=size)
+    dtype = torch.float32 if kind is Single else torch.float64
+    loader = DataLoader(cases.data(320, dtype=dtype), batch_size=size)
     if tunes:
         return module, run, ours.Tuner(run).scale_batch_size(module, loader, tolerance=0.0, soak_steps=4)
     evaluated = None if val is None else DataLoader(loader.dataset, batch_size=val)
@@ -101,6 +110,9 @@ def train(rank: int, less: int | None) -> dict[str, Any]:
         module, run, callbacks = fit(rank, *names, limit=limit, **options)
         retries = callbacks[0].retries if callbacks else 0
         found[name] = [numbers(module), run.global_step, retries, float(module.seen.sum_value)]
+    for name in ((), ("split",)):
+        module, *_ = fit(rank, *name, kind=Single, **{**options, "max_epochs": 1})
+        found["/".join(("single", *name))] = numbers(module)
     return found
 
 

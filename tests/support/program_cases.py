@@ -43,9 +43,15 @@ class ProgramCase:
         """Its answer, found by its command."""
         return _found(folder, [*flags, "--budget", self.budget, "--", *self.command])
 
-    def as_workload(self, folder: Path) -> batchfit.FitResult:
+    def as_workload(self, folder: Path, *flags: str) -> batchfit.FitResult:
         """The answer of the same step as a workload, under the same virtual memory."""
-        return _found(folder, [f"{WORKLOADS}:{self.name}", "--budget", self.budget, "--no-store"])
+        return _found(folder, [f"{WORKLOADS}:{self.name}", *flags, "--budget", self.budget, "--no-store"])
+
+    def both_exact(self, command: Path, workload: Path) -> tuple[int, int]:
+        """Both answers, of searches in these folders that end at the last size that runs."""
+        exact = ("--tolerance", "0")
+        by_command = self.by_command(command, "--no-store", *exact)
+        return by_command.batch_size, self.as_workload(workload, *exact).batch_size
 
 
 def _found(folder: Path, words: list[str]) -> batchfit.FitResult:

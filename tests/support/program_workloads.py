@@ -17,7 +17,16 @@ from torch import nn
 from batchfit import Workload
 
 sys.path.insert(0, ".")
-Kept = dict[str, Any]  # the variables of the program's loop
+
+
+class Kept(dict[str, Any]):
+    """The variables of the program's loop."""
+
+    def begin(self, size: int) -> None:
+        """A step begins: another trial is another start of the program, and has none of the one before."""
+        if self.get("size") != size:
+            self.clear()
+            self["size"] = size
 
 
 def nanogpt() -> Workload:
@@ -30,7 +39,7 @@ def nanogpt() -> Workload:
         )
     )
     optimizer = model.configure_optimizers(1e-1, 6e-4, (0.9, 0.95), "cpu")
-    kept: Kept = {}
+    kept = Kept()
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         data = np.memmap("data/chars/train.bin", dtype=np.uint16, mode="r")
@@ -40,9 +49,9 @@ def nanogpt() -> Workload:
         return x, y
 
     def step(size: int) -> None:
-        if kept.get("size") != size:
-            kept.clear()
-            kept["size"], (kept["X"], kept["Y"]) = size, batch(size)
+        kept.begin(size)
+        if "X" not in kept:
+            kept["X"], kept["Y"] = batch(size)
         kept["logits"], kept["loss"] = model(kept["X"], kept["Y"])
         kept["X"], kept["Y"] = batch(size)
         kept["loss"].backward()
@@ -54,10 +63,11 @@ def nanogpt() -> Workload:
 
 
 def _classifying(model: nn.Module, optimizer: Any, images: Any, *, zero_first: bool) -> Workload:
-    kept: Kept = {}
+    kept = Kept()
     criterion = nn.CrossEntropyLoss()
 
     def step(size: int) -> None:
+        kept.begin(size)
         kept["images"], kept["labels"] = images(size), torch.zeros(size, dtype=torch.long)
         if zero_first:
             optimizer.zero_grad()
@@ -89,9 +99,10 @@ def hydrated() -> Workload:
         layers += [nn.SiLU(), nn.Linear(256, 256)]
     model = nn.Sequential(*layers, nn.Linear(256, 1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    kept: Kept = {}
+    kept = Kept()
 
     def step(size: int) -> None:
+        kept.begin(size)
         x = kept["x"] = torch.randn(size, 64)
         kept["loss"] = (model(x).squeeze(1) - x.sum(1)).square().mean()
         optimizer.zero_grad()
@@ -114,9 +125,10 @@ def run_clm() -> Workload:
 def _trainer_step(model: Any, length: int, loss_of: Callable[[Kept], torch.Tensor] | None = None) -> Workload:
     """What transformers.Trainer does in a step; the loss is the model's own, or that of `loss_of`."""
     optimizer = torch.optim.AdamW(model.parameters(), 5e-5)
-    kept: Kept = {}
+    kept = Kept()
 
     def step(size: int) -> None:
+        kept.begin(size)
         ids = torch.zeros((size, length), dtype=torch.long)
         kept["inputs"] = {"input_ids": ids, "labels": ids.clone()}
         loss = loss_of(kept["inputs"]) if loss_of else model(**kept["inputs"]).loss
@@ -132,7 +144,7 @@ def _trainer_step(model: Any, length: int, loss_of: Callable[[Kept], torch.Tenso
 def lit() -> Workload:
     module = importlib.import_module("lit").LitAutoEncoder()
     optimizer = module.configure_optimizers()
-    kept: Kept = {}
+    kept = Kept()
 
     def closure() -> torch.Tensor:
         # Lightning divides by its accumulation. What mse_loss returns has a storage as large as its input,
@@ -143,6 +155,7 @@ def lit() -> Workload:
         return loss.detach().clone()
 
     def step(size: int) -> None:
+        kept.begin(size)
         kept["batch"] = (_stacked((1, 28, 28))(size), torch.zeros(size, dtype=torch.long))
         optimizer.step(closure)
 
@@ -155,9 +168,10 @@ lit_cli = lit  # the same module and data, started by LightningCLI
 def accelerated() -> Workload:
     model = importlib.import_module("accelerated").Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), 2e-5)
-    kept: Kept = {}
+    kept = Kept()
 
     def step(size: int) -> None:
+        kept.begin(size)
         ids = torch.stack([torch.zeros(48, dtype=torch.long) for _ in range(size)])
         # prepare()'s loader fetches the next batch before it hands one out.
         kept["batch"], kept["next"] = kept.get("next", ids), ids
@@ -200,9 +214,10 @@ def ddp() -> Workload:
     model = DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     x, y = torch.randn(2000, 64), torch.randint(0, 8, (2000,))
-    kept: Kept = {"dataset": (x, y)}
+    kept = Kept()
 
     def step(size: int) -> None:
+        kept.begin(size)
         kept["x"], kept["y"] = x[:size].clone(), y[:size].clone()
         kept["loss"] = nn.functional.cross_entropy(model(kept["x"]), kept["y"])
         optimizer.zero_grad()
@@ -217,9 +232,10 @@ def gan() -> Workload:
     g, d = program.Generator(32, 16), program.Discriminator(16)
     optimizer_d, optimizer_g = (torch.optim.Adam(one.parameters(), lr=2e-4) for one in (d, g))
     criterion = nn.BCELoss()
-    kept: Kept = {}
+    kept = Kept()
 
     def step(size: int) -> None:
+        kept.begin(size)
         kept["real"], kept["label"] = _stacked((3, 32, 32))(size), torch.zeros(size, dtype=torch.long)
         program.train_one(g, d, optimizer_g, optimizer_d, criterion, kept["real"], 32)
 
@@ -228,9 +244,10 @@ def gan() -> Workload:
 
 def evaluate() -> Workload:
     model = importlib.import_module("evaluate").build_model().eval()
-    kept: Kept = {}
+    kept = Kept()
 
     def step(size: int) -> None:
+        kept.begin(size)
         with torch.inference_mode():
             kept["images"] = _stacked((3, 32, 32))(size)
             kept["labels"] = torch.zeros(size, dtype=torch.long)
@@ -243,9 +260,10 @@ def evaluate() -> Workload:
 def generate() -> Workload:
     program = importlib.import_module("generate")
     model = program.load_model()
-    kept: Kept = {}
+    kept = Kept()
 
     def step(size: int) -> None:
+        kept.begin(size)
         with torch.no_grad():
             kept["outputs"] = model.generate(
                 program.prompts(size), max_new_tokens=48, do_sample=False, pad_token_id=0
@@ -257,9 +275,10 @@ def generate() -> Workload:
 def catches_oom() -> Workload:
     program = importlib.import_module("catches_oom")
     trainer = program.Trainer(SimpleNamespace())
-    kept: Kept = {}
+    kept = Kept()
 
     def step(size: int) -> None:
+        kept.begin(size)
         kept["source"] = torch.zeros((size, 32), dtype=torch.long)
         kept["target"] = torch.zeros((size, 32), dtype=torch.long)
         trainer.model.train()

@@ -18,6 +18,7 @@ import datasets
 import tokenizers
 import torch
 import transformers
+from hf_models import gradients_of as gradients_of
 
 WORDS = 60
 
@@ -211,21 +212,3 @@ def heads_in_float64() -> Iterator[None]:
 
     with mock.patch.object(utils, "_ChunkedLogProbFunction", Head):
         yield
-
-
-def gradients_of(trainer: Any, *, steps: int = 1) -> torch.Tensor:
-    """Train; the gradients with which the optimizer was called, of all parameters, step after step."""
-    found: list[torch.Tensor] = []
-
-    class Noting(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            found.extend(
-                one.grad.detach().flatten().clone()
-                for one in more["model"].parameters()
-                if one.grad is not None
-            )
-
-    trainer.add_callback(Noting())
-    trainer.train()
-    assert found
-    return torch.cat(found)

@@ -1,5 +1,6 @@
 """Charts and pages of results, drawn as text and as SVG.
 
-Pure. `figures.py` chooses marks and lines, `svg.py` and `text.py` draw them, `memory_page.py` and
-`throughput_page.py` lay out the screens of `explain` and `profile`.
+Pure. `figures.py` chooses marks and lines, `svg.py` and `text_charts.py` draw them. `memory_page.py`
+(explain), `throughput_page.py` (profile) and `plan_page.py`, `check_page.py`, `oom_page.py` (why) lay out
+terminal screens; HTML pages are made in `_report/`.
 """

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import WIDTH, fact, operation_name
-from batchfit._charts.text import Line, shortened
+from batchfit._charts.text_charts import Line, shortened
 from batchfit._units import format_bytes, format_change
 
 if TYPE_CHECKING:
@@ -150,6 +150,11 @@ def check_markdown(check: MemoryCheck) -> str:
     parts += [f"> caveat: {_cell(one)}" for one in check.unseen]
     ends = f"Traced for {check.card}, without a GPU; {versions_text(check.versions)}."
     return "\n".join([*parts, f"<sub>{_cell(ends)}</sub>", ""])
+
+
+def check_error_markdown(name: str, error: str) -> str:
+    """That one of several targets could not be checked, as Markdown."""
+    return f"### ❌ Peak memory: {_cell(name)} was not checked\n\n- **{_cell(error)}**\n"
 
 
 def _table_row(one: MemoryChange, check: MemoryCheck) -> str:

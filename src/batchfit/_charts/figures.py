@@ -1,4 +1,4 @@
-"""What each result looks like: charts as values, which `batchfit._charts.svg` draws.
+"""The charts of each result, as values: which lines, bars and marks; `svg.py` draws them.
 
 Rules: a chart shows what was measured or predicted and nothing between that would look like it. Results share
 a chart where their memory is of one order, so that a prediction lies under the search that followed it. An
@@ -40,7 +40,7 @@ OUTCOMES: dict[str, tuple[Shape, str, str]] = {
 }
 # The order in which kinds of memory lie on each other: what is always there at the bottom.
 KINDS = ("weights", "optimizer", "gradients", "batch", "activations", "temporaries", "workspaces")
-_COLUMNS = 80  # moments of a timeline that are drawn: a chart has not many more pixels to tell apart
+_COLUMNS = 80  # moments of a timeline that are drawn: a chart has not many more pixels
 _ONE_ORDER = 8  # budgets further apart than this do not share an axis
 
 

@@ -1,4 +1,4 @@
-"""The memory breakdown, on one screen: the page that people open a memory profiler for.
+"""The memory breakdown of `explain` on one terminal screen.
 
 Rules: the answer first (how much, when, where), then who holds it (kinds, modules, source lines), then what
 would change it, best first. It fits in 80 columns and about 30 lines, uses more width where there is some,
@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from batchfit._charts.text import Line, bar, shortened
+from batchfit._charts.text_charts import Line, bar, shortened
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def memory_lines(explanation: MemoryExplanation, *, width: int = WIDTH, plain: b
         [],
         *two_rankings(explanation.modules, explanation.lines, width, plain=plain),
         *_changes(explanation, width, plain=plain),
-        *_unseen(explanation.unseen, width),
+        *_caveats(explanation.unseen, width),
     ]
 
 
@@ -186,7 +186,7 @@ def _numbers(one: WhatIf, arrow: str, wide: int, *, by_size: bool) -> str:
     return f"{format_bytes(one.peak_bytes_before)} {arrow} {format_bytes(one.peak_bytes_after)}"
 
 
-def _unseen(notes: Sequence[str], width: int) -> list[Line]:
+def _caveats(notes: Sequence[str], width: int) -> list[Line]:
     lines: list[Line] = [[]] if notes else []
     for note in notes:
         parts = textwrap.wrap(f"caveat: {note}", width - 2, break_on_hyphens=False)

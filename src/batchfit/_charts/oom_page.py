@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import WIDTH, fact, kind_bars, two_rankings
-from batchfit._charts.text import Line, shortened
+from batchfit._charts.text_charts import Line, shortened
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Sequence
+from collections import defaultdict
+from math import ceil
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import fact
-from batchfit._charts.text import Line
+from batchfit._charts.text_charts import Line
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,16 +38,18 @@ def plan_lines(plan: Plan, *, width: int = WIDTH, plain: bool = False) -> list[L
     width = max(width, WIDTH)
     lines: list[Line] = [[(part, "strong")] for part in textwrap.wrap(headline(plan), width)]
     names = max((len(row.setting) for row in plan.rows), default=10)
-    room = min(names, width - min(len(plan.columns), 2) * _CELL - 2)
-    at_once = max(1, (width - room - 2) // _CELL)
+    cell = max([_CELL, *(len(text) + 1 for text in _all_texts(plan))])
+    room = min(names, width - min(len(plan.columns), 2) * cell - 2)
+    at_once = max(1, (width - room - 2) // cell)
     for first in range(0, len(plan.columns), at_once):
-        lines += [[], *_table(plan, range(first, min(first + at_once, len(plan.columns))), room, plain=plain)]
+        chosen = range(first, min(first + at_once, len(plan.columns)))
+        lines += [[], *_table(plan, chosen, room, cell, plain=plain)]
     lines += [[], *([("  " + part, "dim")] for part in textwrap.wrap(legend(plan), width - 2)), []]
     for column in plan.columns:
         lines += fact(column.title, advice(plan, column), width, room=_label_room(plan))
     if plan.run is not None:
         lines += fact("run here", run_text(plan.run), width, room=_label_room(plan))
-    for note in plan.unseen:
+    for note in (*_missing(plan), *plan.unseen):
         parts = textwrap.wrap(f"caveat: {note}", width - 2, break_on_hyphens=False)
         lines += [[("  " + part, "warn")] for part in parts]
     return lines
@@ -77,32 +80,45 @@ def is_doubtful(cell: PlanCell) -> bool:
     return cell.batch_size > 0 and not cell.confirmed
 
 
-def _table(plan: Plan, chosen: range, room: int, *, plain: bool) -> list[Line]:
+def _missing(plan: Plan) -> list[str]:
+    """Why some rows have no cells, once each."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for row in plan.rows:
+        if row.note:
+            rows[row.note].append(row.setting)
+    return [f"not planned: {'; '.join(settings)}: {note}" for note, settings in rows.items()]
+
+
+def _table(plan: Plan, chosen: range, room: int, width: int, *, plain: bool) -> list[Line]:
     head: Line = [(f"  {'microbatch per GPU':<{room}}", "head")]
-    head += [(f"{plan.columns[at].title:>{_CELL}}", "head") for at in chosen]
+    head += [(f"{plan.columns[at].title:>{width}}", "head") for at in chosen]
     sizes: Line = [(" " * (room + 2), "")]
-    sizes += [(f"{format_bytes(plan.columns[at].usable_bytes):>{_CELL}}", "dim") for at in chosen]
+    sizes += [(f"{format_bytes(plan.columns[at].usable_bytes):>{width}}", "dim") for at in chosen]
     lines = [head, sizes]
     for number, row in enumerate(plan.rows):
         first, *more = textwrap.wrap(row.setting, room, break_on_hyphens=False)
         line: Line = [(f"  {first:<{room}}", "")]
-        if row.note:
-            line.append((f"  {row.note}"[: _CELL * len(chosen)], "dim"))
-        else:
-            line += [_cell(row.cells[at], plan.columns[at], number, plain=plain) for at in chosen]
+        for at in chosen:
+            if row.note or not row.cells[at].batch_size:
+                line.append((f"{'-':>{width}}", "dim"))
+                continue
+            best = plan.columns[at].recommended == number
+            text = _text(row.cells[at], best=best, plain=plain)
+            line.append((f"{text:>{width}}", "good" if best else ""))
         lines += [line, *([("    " + part, "")] for part in more)]
     return lines
 
 
-def _cell(cell: PlanCell, column: PlanColumn, row: int, *, plain: bool) -> tuple[str, str]:
-    if not cell.batch_size:
-        return (f"{'-':>{_CELL}}", "dim")
+def _all_texts(plan: Plan) -> list[str]:
+    cells = [cell for row in plan.rows for cell in row.cells if cell.batch_size]
+    return [_text(cell, best=False, plain=True) for cell in cells]
+
+
+def _text(cell: PlanCell, *, best: bool, plain: bool) -> str:
     speed = "" if cell.speed is None else f" {cell.speed:>4.0%}"
-    best = column.recommended == row
     mark = ("*" if plain else "★") if best else " "
     doubt = "?" if is_doubtful(cell) else " "
-    text = f"{cell.batch_size} {format_bytes(cell.peak_bytes):>9}{doubt}{speed}{mark}"
-    return (f"{text:>{_CELL}}", "good" if best else "")
+    return f"{cell.batch_size} {format_bytes(cell.peak_bytes):>9}{doubt}{speed}{mark}"
 
 
 def _label_room(plan: Plan) -> int:
@@ -116,15 +132,17 @@ def advice(plan: Plan, column: PlanColumn) -> str:
     if column.recommended is None:
         fitting = [row for row in plan.rows if row.cells and row.cells[at].batch_size]
         if fitting:
-            return f"fits: {fitting[0].setting}; no speed is known for this GPU, so no row is recommended"
+            return f"fits: {fitting[0].setting}; no speed is known, so no row is recommended"
         return f"nothing fits; {column.remedy}" if column.remedy else "nothing fits"
     row = plan.rows[column.recommended]
     cell = row.cells[at]
-    text = f"{row.setting}: microbatch {cell.batch_size} per GPU, {format_bytes(cell.peak_bytes)} of "
-    text += format_bytes(column.usable_bytes)
+    used = microbatch(plan, column, cell)
+    room = f"{format_bytes(cell.peak_bytes)} of {format_bytes(column.usable_bytes)}"
+    text = f"{row.setting}: microbatch {used} per GPU"
+    text += f", {room}" if used == cell.batch_size else f" ({cell.batch_size} fit, {room})"
     if column.count > 1:
         text += f", x {column.count} GPUs{'' if row.options.get('shards') else ' with DDP'}"
-        text += f" = {cell.batch_size * column.count} samples at once" if plan.global_batch is None else ""
+        text += f" = {used * column.count} samples at once" if plan.global_batch is None else ""
     if plan.global_batch is not None:
         text += f", gradient accumulation {cell.accumulation}"
     if cell.cost is not None:
@@ -134,6 +152,13 @@ def advice(plan: Plan, column: PlanColumn) -> str:
             else f", {cell.cost:.2f} times the cheapest per sample"
         )
     return text
+
+
+def microbatch(plan: Plan, column: PlanColumn, cell: PlanCell) -> int:
+    """What to train with: the largest that fits, or as much less as reaches the global batch evenly."""
+    if plan.global_batch is None or not cell.batch_size:
+        return cell.batch_size
+    return ceil(plan.global_batch / (column.count * cell.accumulation))
 
 
 def run_text(run: PlanRun) -> str:
@@ -177,12 +202,3 @@ def _markup_cell(cell: PlanCell, *, best: bool) -> str:
     text = f"{cell.batch_size} ({format_bytes(cell.peak_bytes)}{'?' if is_doubtful(cell) else ''})"
     text += "" if cell.speed is None else f", {cell.speed:.0%}"
     return f"<b>{text} ★</b>" if best else text
-
-
-def chosen_rows(plan: Plan) -> Sequence[str]:
-    """The recommended setting of each GPU, for a headline."""
-    return [
-        f"{column.title}: {plan.rows[column.recommended].setting}"
-        for column in plan.columns
-        if column.recommended is not None
-    ]

@@ -1,4 +1,4 @@
-"""From numbers to places on a chart, and the round numbers that stand at an axis.
+"""The scale of a chart's axis: from values to positions, and the round values of its ticks.
 
 Rules: pure arithmetic, no markup; a scale maps its whole domain into its pixels and never outside them;
 ticks lie inside the domain, in order, and no more of them than there is room for.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from batchfit._charts.text import ticks
+from batchfit._charts.text_charts import ticks
 
 # Whatever a file says, a chart's numbers stay where floats are exact enough to draw.
 MOST, LEAST = 1e18, 1e-12

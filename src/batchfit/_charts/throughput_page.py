@@ -1,4 +1,4 @@
-"""Throughput by batch size, on one screen.
+"""The answer of `profile` on one terminal screen: throughput by batch size, and the bottleneck.
 
 Rules: the answer first (which size, why), then the table of what was measured, then what holds throughput
 back, each with its figures and what to change. It fits in 80 columns. Columns that have nothing to say are
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import WIDTH, fact
-from batchfit._charts.text import Level, Line, curves
+from batchfit._charts.text_charts import Level, Line, curves
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:

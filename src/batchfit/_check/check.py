@@ -24,10 +24,9 @@ from batchfit._check.pure.options import BASELINE, NAME, CheckOptions
 from batchfit._check.pure.record import PeakRecord, TracedRecord, other_versions
 from batchfit._check.record import project_root, record_of
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu, gpu_named
-from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.oracle import Oracle, allocator_caveats, allocator_rules, margin_of
-from batchfit._engine.trace.trace import unseen
+from batchfit._engine.trace.trace import trace_caveats
 from batchfit._engine.trace.workload import rules_for, trace_workload
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._explain.shortage import for_error
@@ -107,11 +106,11 @@ def check_with(
     """
     begun = time.perf_counter()
     work = as_workload(workload)
-    check_by_samples(work._source, "check_memory")
+    work._check_by_samples("check_memory")
     before = baseline_of(options, name)
     reach = reach_of(work)
     rules = rules_for(work, gpu_of(options, before), reach)
-    notes = list(unseen(reach.parts))
+    notes = list(trace_caveats(reach.parts))
     traced = traced_as(reach, rules, options, before, root_of(options), notes, made)
     return compared(name, options, traced, before, notes, begun=begun, retrace=retrace)
 
@@ -123,7 +122,15 @@ def baseline_of(options: CheckOptions, name: str) -> PeakRecord | None:
 
 def gpu_of(options: CheckOptions, before: PeakRecord | None) -> Gpu:
     """The GPU to trace for."""
-    return options.target or (DEFAULT if before is None else gpu_named(before.card))
+    if options.target is not None or before is None:
+        return options.target or DEFAULT
+    try:
+        return gpu_named(before.card)
+    except ValueError:
+        raise ResultFileError(
+            f"{options.baseline}: its gpu is {before.card!r}, which this batchfit does not know. Upgrade "
+            "batchfit, or name another: --gpu h200 --update"
+        ) from None
 
 
 def root_of(options: CheckOptions) -> Path:
@@ -201,7 +208,7 @@ def _before(path: Path, name: str, options: CheckOptions) -> PeakRecord | None:
     if before is None:
         known = f"it has {', '.join(records)}" if records else "there is no such file"
         raise ResultFileError(
-            f"{path} has no baseline of {name} ({known}): update=True (batchfit check --update) writes it"
+            f"{path} has no baseline of {name} ({known}): batchfit check --update (update=True) writes it"
         )
     asked = {"batch_size": options.batch_size, "budget": options.budget_bytes}
     held = {"batch_size": before.batch_size, "budget": before.budget_bytes}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, final
 
+from batchfit._charts.check_page import verdict
 from batchfit._check.baseline_file import records_in
 from batchfit._check.check import check_with
 from batchfit._check.pure.options import CheckOptions
@@ -89,5 +90,6 @@ class MemoryOfTest:
         options["max_increase"] = self._max_increase if max_increase is None else max_increase
         check = check_with(workload, CheckOptions(**options), name=name)
         if not check.passed:
-            self._fail(str(check))
+            # pytest's summary shows the first line alone: without the verdict, which it says itself.
+            self._fail(str(check).removeprefix(f"{verdict(check)}\n"))
         return PeakMemory.of(check)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from batchfit._check.parameter_lines import FUNCTIONS, defined, parsed, text_of
 from batchfit._engine.allocator.footprint import CodeLine
-from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.workload.user_errors import is_users
 
 
@@ -78,7 +78,7 @@ def _calling(frame: FrameType | None) -> CodeLine | None:
 
 def _own_files() -> set[str]:
     modules = list(sys.modules.values())
-    files = {getattr(one, "__file__", None) for one in modules}
+    files = {getattr(one, "__dict__", {}).get("__file__") for one in modules}  # a lazy one would be loaded
     return {file for file in files if file and file.endswith(".py") and is_users(file, home=None)}
 
 
@@ -86,7 +86,8 @@ def _holding(optimizer: Optimizer) -> set[str]:
     """The files of the modules that have it among their names."""
     found = set()
     for module in list(sys.modules.values()):
-        file, names = getattr(module, "__file__", None), getattr(module, "__dict__", {})
+        names = getattr(module, "__dict__", {})
+        file = names.get("__file__")
         if isinstance(file, str) and any(value is optimizer for value in list(names.values())):
             found.add(file)
     return found

@@ -1,4 +1,4 @@
-"""The record of a step's peak: a detailed trace, with what holds its highest moment by line and module.
+"""Makes the record of a step's peak from a detailed trace: what holds it, by line and module.
 
 Rules: the trace is made for a GPU by its name, on the CPU, whatever is here; so the same program gives the
 same record on every machine. What cannot be traced is an `UntraceableError`.
@@ -81,7 +81,7 @@ def record_of(
 def record_of_trace(
     traced: Trace,
     parts: Sequence[Any],
-    card: str,
+    gpu_name: str,
     root: Path,
     *,
     budget: tuple[int, int] | None = None,
@@ -90,7 +90,7 @@ def record_of_trace(
 ) -> TracedRecord:
     """The record of a detailed trace of `parts`; of `functions`, the first one makes the batch."""
     made = OptimizerLines() if made is None else made
-    return _Reader(parts, card, root, Peak.of(traced), made, functions).record(budget)
+    return _Reader(parts, gpu_name, root, Peak.of(traced), made, functions).record(budget)
 
 
 @final
@@ -99,7 +99,7 @@ class _Reader:
     """Reads a record from a peak."""
 
     parts: Sequence[Any]
-    card: str
+    gpu_name: str
     root: Path
     peak: Peak
     made: OptimizerLines
@@ -124,7 +124,7 @@ class _Reader:
         budget_bytes, largest = (None, None) if budget is None else budget
         record = PeakRecord(
             batch_size=self.peak.trace.size,
-            card=self.card,
+            card=self.gpu_name,
             versions=_versions(self._packages),
             moments=tuple(self._moment(one) for one in highest),
             batch=self._batch(),

@@ -27,3 +27,5 @@ def main() -> None:
     except BrokenPipeError:
         silence_broken_pipes()
         sys.exit(Code.BROKEN)
+    finally:
+        SIGNALS.ignore_to_the_end()

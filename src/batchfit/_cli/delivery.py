@@ -1,4 +1,4 @@
-"""Where an answer goes: to the screen, as JSON, into files; what commands with one answer share.
+"""What commands with one answer share: they show it on the screen, print it as JSON, or save it in files.
 
 Rules: a file that cannot be written is refused before any work. Where one fails all the same, the answer is
 shown first.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from batchfit._charts.text import Line, as_text
+from batchfit._charts.text_charts import Line, as_text
 from batchfit._cli.exits import (
     Code,
     CommandFailed,
@@ -25,7 +25,7 @@ from batchfit._cli.progress import ProgressDisplay, is_terminal, own_warnings_as
 from batchfit._cli.signals import SIGNALS
 from batchfit._files import write_atomically
 
-# Roles of `batchfit._charts.text` as rich styles; a role that is missing has none.
+# Roles of `batchfit._charts.text_charts` as rich styles; a role that is missing has none.
 STYLES = {
     "strong": "bold",
     "dim": "dim",
@@ -137,8 +137,8 @@ def show(lines: Callable[[int, bool], list[Line]], stream: TextIO, *, saved: Seq
 
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     for line in [*lines(min(console.width, 120), console.options.ascii_only), *ends]:
-        pieces = [(text, STYLES.get(role, "")) for text, role in line]
-        console.print(Text.assemble(*pieces), soft_wrap=True)
+        spans = [(text, STYLES.get(role, "")) for text, role in line]
+        console.print(Text.assemble(*spans), soft_wrap=True)
 
 
 def _can_draw(stream: TextIO) -> bool:

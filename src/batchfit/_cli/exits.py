@@ -64,7 +64,7 @@ _MORE = {
     "sweep": (Code.NOTHING_FITS, Code.RAISED, Code.SOME_FAILED),
     "schedule": (Code.RAISED,),
     "why": (),
-    "check": (Code.RAISED, Code.UNTRACEABLE, Code.MORE_MEMORY),
+    "check": (Code.NOTHING_FITS, Code.RAISED, Code.UNTRACEABLE, Code.MORE_MEMORY),
     "report": (),
     "init": (),
     "doctor": (),

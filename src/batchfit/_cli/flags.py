@@ -100,7 +100,7 @@ WholeTracebacks = Annotated[
 
 def _list_gpus(wanted: bool) -> None:
     if wanted:
-        from batchfit._charts.text import as_text
+        from batchfit._charts.text_charts import as_text
         from batchfit._cli.commands.predict import gpu_lines
 
         typer.echo(as_text(gpu_lines()))
@@ -109,7 +109,7 @@ def _list_gpus(wanted: bool) -> None:
 
 def _list_models(wanted: bool) -> None:
     if wanted:
-        from batchfit._charts.text import as_text
+        from batchfit._charts.text_charts import as_text
         from batchfit._cli.commands.plan import model_lines
 
         typer.echo(as_text(model_lines()))

@@ -1,4 +1,4 @@
-"""Results to stdout and to files, and the reason of a failure to stderr.
+"""stdout for results alone, output paths checked before any work, and the reason of a failure on stderr.
 
 Rules: with `--json` nothing but the JSON reaches stdout, whatever the user's code or a child process
 prints; a file is there whole or not at all; a path that cannot be written is refused before any work.

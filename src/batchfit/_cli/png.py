@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchfit._charts.text import short_count
+from batchfit._charts.text_charts import short_count
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.output import check_writable
 

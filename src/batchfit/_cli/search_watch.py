@@ -29,7 +29,7 @@ class SearchWatch:
         self.budget_bytes = 0
         self.device = ""
         self.started = False  # a step of the user's has begun
-        self.unseen: Callable[[int], tuple[str, ...]] | None = None  # what trials do not show, of a program
+        self.caveats_of: Callable[[int], tuple[str, ...]] | None = None  # what a program's trials do not show
         self._progress = progress
         self._begun_s = time.monotonic()
         self._number = 0
@@ -69,7 +69,7 @@ class SearchWatch:
                 budget_bytes=self.budget_bytes,
                 device=self.device,
                 elapsed_s=time.monotonic() - self._begun_s,
-                unseen=self.unseen,
+                caveats_of=self.caveats_of,
             )
         except SearchStoppedError:
             return None

@@ -3,7 +3,7 @@
 Rules:
 - One handler, from `main` to the end of the process. Where the command is `opened` it raises, at once, a
   KeyboardInterrupt (SIGTERM: `Terminated`). Elsewhere it notes the signal: while the command line is read,
-  while an answer is delivered, and while the interpreter ends.
+  and while an answer is delivered. While the interpreter ends, signals are ignored.
 - What is noted is raised where the command opens next, and where `closed` ends in an open one. While modules
   are loaded nothing has begun: there the process ends at once, since torch may take a minute on a slow disk.
 - One is enough: while an interrupt is on its way out, further signals are noted.
@@ -59,6 +59,15 @@ class CommandSignals:
         self._before = {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
         for number in self._before:
             signal.signal(number, self._on_signal)
+
+    def ignore_to_the_end(self) -> None:
+        """From here on nothing is left to do: signals change neither the answer nor the exit code.
+
+        The interpreter takes Python's handlers away before its end, and a signal would end the process.
+        """
+        if self._is_process and os.getpid() == self._owner:
+            for number in self._before:
+                signal.signal(number, signal.SIG_IGN)
 
     def uninstall(self) -> None:
         """Give the signals back."""

@@ -128,7 +128,7 @@ def _ranks(ranks: int | None) -> Iterator[None]:
     if ranks is None:
         yield
         return
-    from batchfit._engine.sharding.ranks import fake_ranks
+    from batchfit._engine.sharding.fake_ranks import fake_ranks
 
     with fake_ranks(ranks):
         yield

@@ -3,7 +3,7 @@
 Rules:
 - The answer is read off a trace with fake tensors at the size that was asked for: what is live at its highest
   moment, by kind, module and source line. Each list adds up to the peak.
-- What-ifs come from traces of the changed step (`study.py`).
+- What-ifs come from traces of the changed step (`replayed_changes.py`).
 - The user's objects are as they were afterwards; what cannot be traced is an `UntraceableError`.
 """
 
@@ -18,16 +18,15 @@ import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint, Trace
 from batchfit._engine.allocator.replay import simulate
-from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.sharding.sharding import Sharding, on_ranks, rules_on_ranks
 from batchfit._engine.trace.oracle import Basis, default_budget
-from batchfit._engine.trace.trace import module_classes, unseen
+from batchfit._engine.trace.trace import module_classes, trace_caveats
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.pure.options import ExplainOptions
-from batchfit._explain.study import Study
+from batchfit._explain.replayed_changes import Study
 from batchfit.results import Holder, MemoryExplanation, Moment, WhatIf
 from batchfit.workload import Workload, as_workload
 
@@ -79,7 +78,7 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
     """Explain the memory of a step as the options say."""
     begun = time.perf_counter()
     work = as_workload(workload)
-    check_by_samples(work._source, "explain_memory")
+    work._check_by_samples("explain_memory")
     reach = reach_of(work)
     with on_ranks(reach, options.ranks, options.layout) as sharding:
         return _explained(work, reach, sharding, options, begun)
@@ -109,7 +108,7 @@ def _explained(
         classes=module_classes(reach.parts),
         outside=_outside(work),
         what_ifs=tuple(found),
-        unseen=(*unseen(reach.parts), *sharding.notes, *study.notes),
+        caveats=(*trace_caveats(reach.parts), *sharding.notes, *study.notes),
         begun=begun,
     )
 
@@ -125,7 +124,7 @@ def explanation(
     classes: dict[str, str],
     outside: str,
     what_ifs: tuple[WhatIf, ...],
-    unseen: tuple[str, ...],
+    caveats: tuple[str, ...],
     begun: float,
 ) -> MemoryExplanation:
     """The explanation of a trace; `outside` names what no module made."""
@@ -147,7 +146,7 @@ def explanation(
         lines=_holders(by_line(peak), peak.size),
         what_ifs=what_ifs,
         timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(at_size)),
-        unseen=(*unseen, *rules.gpu.caveats),
+        unseen=(*caveats, *rules.gpu.caveats),
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,

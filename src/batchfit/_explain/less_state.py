@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from batchfit._engine.cuda_model.dispatch import replaced
-from batchfit._engine.sharding.blocks import repeated_blocks
+from batchfit._engine.sharding.model_blocks import repeated_blocks
 from batchfit._engine.torch_private.fake import mark_parameter
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.what_if import ADAMS, Change, optimizers_of

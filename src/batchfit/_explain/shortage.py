@@ -1,5 +1,4 @@
-"""Why a size does not fit, for the error that says so: what holds its peak, and the cheapest changes that
-would make it fit.
+"""For the error that nothing fits: the memory breakdown, and the cheapest changes that would make it fit.
 
 Rules:
 - Nothing is paid until a size has failed. Then the step is traced once, with fake tensors: no memory of the
@@ -24,7 +23,6 @@ from torch import nn
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import STATE, Footprint, Trace
 from batchfit._engine.allocator.replay import simulate
-from batchfit._engine.batch.token_source import token_bounds
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.oracle import MARGINS, allocator_rules, held_beside
 from batchfit._engine.trace.trace import trace
@@ -98,7 +96,7 @@ def shortage_of(
     ends = time.perf_counter() + limit_s
     try:
         reach = reach_of(workload)
-        if not any(isinstance(part, nn.Module) for part in reach.parts) or token_bounds(workload._source):
+        if not any(isinstance(part, nn.Module) for part in reach.parts) or workload._by_tokens:
             return None
         if rules is None:
             here = rules_for(workload, reach=reach)

@@ -1,4 +1,4 @@
-"""A step from outside: the variables that it closes over, and what it does in a trace.
+"""The variables that a step closes over, and what it does with them in a trace.
 
 Rules: a variable is changed for the time of a trace only; noting what a step does changes nothing.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from batchfit._engine.batch.structure import children, rebuilt
-from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit.workload import Workload
 
 
@@ -55,11 +55,21 @@ class StepTraits:
 
 
 def step_variable(workload: Workload, name: str) -> CellType | None:
-    """The variable of that name that the step of `training` or `inference` closes over."""
+    """The variable of that name that the step of `training` or `inference` closes over, or what it runs for
+    each of its batches.
+    """
     step = workload.step
-    if workload.kind == "step" or not isinstance(step, FunctionType) or step.__closure__ is None:
+    if workload.kind == "step" or not isinstance(step, FunctionType):
         return None
-    return dict(zip(step.__code__.co_freevars, step.__closure__, strict=True)).get(name)
+    variables = _closed_over(step)
+    each = variables.get("run")  # `each_batch`
+    if name not in variables and each is not None:
+        variables = _closed_over(each.cell_contents)
+    return variables.get(name)
+
+
+def _closed_over(function: FunctionType) -> dict[str, CellType]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 @contextlib.contextmanager

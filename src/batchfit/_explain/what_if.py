@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.cuda_model.dispatch import replaced
-from batchfit._engine.sharding.blocks import RepeatedBlocks, repeated_blocks
+from batchfit._engine.sharding.model_blocks import RepeatedBlocks, repeated_blocks
 from batchfit._engine.torch_private.modules import BatchNorm
 from batchfit._engine.torch_private.optimizers import set_takes_scaler
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.step_variables import changed_variable, mapped, step_variable

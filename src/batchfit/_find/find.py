@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 
 import batchfit
-from batchfit._engine.batch.token_source import token_bounds
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import DeviceSpec
@@ -193,9 +192,9 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         why=partial(why_nothing_fits, runs, budget_bytes=room.budget_bytes),
         samples=samples,
         made_of=made_of,
-        unit="samples" if work is None or token_bounds(work._source) is None else "tokens",
+        unit="tokens" if work is not None and work._by_tokens else "samples",
         stored_age_s=None if confirmed is None else confirmed.age_s,
-        unseen=None if driver.session.own is None else driver.session.own.unseen,
+        caveats_of=None if driver.session.own is None else driver.session.own.caveats,
     )
 
 
@@ -215,11 +214,11 @@ def fit_result(
     made_of: str = "",
     unit: Literal["samples", "tokens"] = "samples",
     stored_age_s: float | None = None,
-    unseen: Callable[[int], tuple[str, ...]] | None = None,
+    caveats_of: Callable[[int], tuple[str, ...]] | None = None,
 ) -> FitResult:
     """The result of a search that has ended, for whatever reason; raises where no size ran.
 
-    `why` is then asked who held the memory. `unseen`: what the trials at a size did not show.
+    `why` is then asked who held the memory. `caveats_of`: what the trials at a size did not show.
     """
     if search.best is None:
         if stopped_because in ("max_trials", "time_limit", "attempts", "interrupted"):
@@ -260,7 +259,7 @@ def fit_result(
         unit=unit,
         from_store=stored_age_s is not None,
         stored_age_s=stored_age_s,
-        unseen=() if unseen is None else unseen(search.best),
+        unseen=() if caveats_of is None else caveats_of(search.best),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the error of a search says where nothing fits: who holds the memory, and what would make it fit.
+"""The text of the error where nothing fits: the memory breakdown, and what would make it fit.
 
 Rules: nothing of this is paid before the search has failed; what goes wrong here never hides that it has.
 A workload is traced where it is: in this process, or in a child. A program is not: its probe has said what

@@ -85,7 +85,7 @@ class Foresight:
         end = footprint.upper_bound(self.budget_bytes, self.oracle.residual)
         if end < 8:
             return None
-        knee = max(piece.size for piece in footprint.pieces(end))
+        knee = max(line.size for line in footprint.peak_lines(end))
         return min(max(int(knee) + 1, end // 8), end // 3)
 
     def corrected(self, size: int, peak_bytes: int) -> Foresight | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, final
 
-from batchfit._documents import parse_json
+from batchfit._config_files import parse_json
 from batchfit._files import write_atomically
 from batchfit._find.pure.search import Search
 from batchfit._units import format_bytes

@@ -1,4 +1,4 @@
-"""What one search has besides its options: who runs the trials, within which budget, and what is known.
+"""What one search has besides its options: the runner of trials, the budget, and what is known already.
 
 Rules:
 - Nothing touches the device before the workload and the resume file have been read.
@@ -18,7 +18,6 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.token_source import token_bounds
 from batchfit._engine.device.device import Device, usable_bytes
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import ram_bytes
@@ -46,7 +45,7 @@ class OwnTrials:
     """A target that runs its trials in a way of its own, a program's command for one.
 
     `compared`: what a search that goes on must have in common with it, besides the options. `digest`: its key
-    in the store, where its answers are kept; `fresh`: what is stored is replaced. `unseen` says what the
+    in the store, where its answers are kept; `fresh`: what is stored is replaced. `caveats` says what the
     trials at a size did not show.
     """
 
@@ -54,7 +53,7 @@ class OwnTrials:
     compared: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
     fresh: bool = False
-    unseen: Callable[[int], tuple[str, ...]] = lambda size: ()
+    caveats: Callable[[int], tuple[str, ...]] = lambda size: ()
 
 
 FindTarget = Workload | Callable[[int], object] | Callable[[], object] | str | OwnTrials
@@ -92,8 +91,8 @@ class FindSession:
         factory = Factory.of(target) if own is None and options.isolate else None
         if work is not None:
             options.check_key(has_model=work.model is not None)
-            if (bounds := token_bounds(work._source)) is not None:
-                options = options.within(*bounds)
+            if work._by_tokens:
+                options = options.within(*work._source.sampler.bounds())
         file = None if options.resume is None else ResumeFile(options.resume)
         search = options.search(costly_trials=own is not None)
         compared = {
@@ -213,8 +212,7 @@ class FindSession:
 def is_traceable(work: Workload, device: Device) -> bool:
     """Whether a trace predicts the memory of this device: CUDA with torch's own allocator, state declared."""
     own = getattr(device, "is_torchs_own", True)  # the only allocator that can be replayed
-    by_samples = token_bounds(work._source) is None
-    return device.name.startswith("cuda") and own and work.declared and by_samples
+    return device.name.startswith("cuda") and own and work.declared and not work._by_tokens
 
 
 def _within(search: Search, budget_bytes: int, device: str) -> Search:

@@ -53,9 +53,9 @@ from batchfit._loader.fetch import (
     StreamFetch,
     as_it_is,
 )
-from batchfit._loader.place import place_among_ranks
 from batchfit._loader.pure.deal import Deal, DealtSamples
 from batchfit._loader.pure.progress import EpochPlan, Progress, Schedule
+from batchfit._loader.this_rank import place_among_ranks
 from batchfit._loader.token_dealer import TokenDealer
 from batchfit._loader.token_sampler import TokenBatchSampler
 from batchfit._units import whole
@@ -129,6 +129,7 @@ class ResizableLoader:
         tokens_per_sample: int | None = None,
     ) -> None:
         self._streams = isinstance(dataset, IterableDataset)
+        check_flag("shuffle", shuffle)
         if batch_sampler is None:
             rank, world_size = place_among_ranks(rank, world_size)
             check_data(dataset, self._streams, shuffle, sampler, world_size)
@@ -239,9 +240,8 @@ class ResizableLoader:
             schedule = schedule.bind(initial, world_size=ranks, tokens_per_sample=each)
         check_schedule(schedule)
         with self._lock:
-            before, size = self._settings.schedule, self._settings.batch_size
-            if before is not None:
-                size = self.batch_size
+            before = self._settings.schedule
+            size = self._settings.batch_size if before is None else self.batch_size
             self._settings.schedule = schedule
             try:
                 self._settings.wanted(self.progress)

@@ -1,4 +1,4 @@
-"""The samples of one epoch, dealt out in steps of a batch per rank.
+"""The samples of one epoch in token batches: steps with one batch per rank.
 
 Rules: an order keeps no place: a position is a value, and asked twice it gives the same step. Windows, their
 plans and what is set aside are those of `_loader/pure/tokens.py`.

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import Sampler
 
 from batchfit._arguments import check_flag
-from batchfit._loader.place import place_among_ranks
 from batchfit._loader.pure.tokens import TokenLimits, TokenPosition, longest_runs
+from batchfit._loader.this_rank import place_among_ranks
 from batchfit._loader.token_order import TokenOrder
 from batchfit._units import whole
 

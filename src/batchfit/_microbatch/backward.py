@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, cast, final
 
 import torch
 
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.structure import mapped
 from batchfit._engine.device.oom import recover, run_guarded
@@ -60,12 +60,12 @@ class Weighing:
         self._checks += 1
         return _advice_on_tokens(batch, is_ragged=is_ragged, checks=self._checks)
 
-    def shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> tuple[list[float] | None, float]:
+    def shares(self, micros: Sequence[Any], plan: Sequence[Microbatch]) -> tuple[list[float] | None, float]:
         """The share of each microbatch in the batch's mean, None where it has no weight; and that weight."""
         if self.sums or (self._weight is None and len(plan) == 1):
-            return [1.0] * len(plan), float(sum(piece.size for piece in plan))
+            return [1.0] * len(plan), float(sum(microbatch.size for microbatch in plan))
         if self._weight is None:
-            weights = [float(piece.size) for piece in plan]
+            weights = [float(microbatch.size) for microbatch in plan]
         else:
             weights = _numbers([self._weigh(micro) for micro in micros])
         total = math.fsum(weights)
@@ -75,7 +75,7 @@ class Weighing:
 
     def weight_of(self, micro: Any) -> float:
         """What a microbatch of one sample counts."""
-        return self.shares([micro], [Piece(slice(0, 1), 1)])[1]
+        return self.shares([micro], [Microbatch(slice(0, 1), 1)])[1]
 
     def check_zero(self) -> None:
         """A batch has no weight, on any rank: an error unless such batches are skipped."""
@@ -165,14 +165,14 @@ class BackwardCall(MicrobatchCall):
         self._noise = noise
         self._is_measured = False  # the last pass was prepared for `noise`
 
-    def weigh(self, whole: Batch, plan: Sequence[Piece]) -> float:
+    def weigh(self, whole: Batch, plan: Sequence[Microbatch]) -> float:
         return self._weighing.shares(whole.micros(plan), plan)[1]
 
     def weigh_sample(self, micro: Any) -> float:
         return self._weighing.weight_of(micro)
 
     def prepare(
-        self, whole: Batch, plan: Sequence[Piece], terms: PassTerms
+        self, whole: Batch, plan: Sequence[Microbatch], terms: PassTerms
     ) -> tuple[BackwardPass | None, float]:
         micros = whole.micros(plan)
         shares, weight = self._weighing.shares(micros, plan)
@@ -183,10 +183,10 @@ class BackwardCall(MicrobatchCall):
             terms = self._measured(plan, shares, terms)
         return BackwardPass(self._fn, whole, plan, micros, shares, terms), weight
 
-    def _measured(self, plan: Sequence[Piece], shares: Sequence[float], terms: PassTerms) -> PassTerms:
+    def _measured(self, plan: Sequence[Microbatch], shares: Sequence[float], terms: PassTerms) -> PassTerms:
         """With a watch that measures gradient noise: gradients are this rank's alone during a pass."""
         assert self._noise is not None
-        sizes = [piece.size for piece in plan]
+        sizes = [microbatch.size for microbatch in plan]
         parts = sizes if self._weighing.sums else shares
         factors = [part * terms.run.ranks.scale for part in parts]
         return replace(
@@ -217,7 +217,7 @@ class BackwardCall(MicrobatchCall):
             return False
         return not any(layer.running_mean is None for layer in norms)
 
-    def inspect(self, run: BatchRun, plan: Sequence[Piece]) -> None:
+    def inspect(self, run: BatchRun, plan: Sequence[Microbatch]) -> None:
         whole, device = run.whole, run.context.device
         # A wrong cut is refused before `fn` gets any of it. One that does not fit is for the pass itself.
         note = "batchfit: raised while the batch was cut"
@@ -253,7 +253,7 @@ class BackwardPass:
         self,
         fn: Callable[[Any], Any],
         whole: Batch,
-        plan: Sequence[Piece],
+        plan: Sequence[Microbatch],
         micros: Sequence[Any],
         shares: Sequence[float],
         terms: PassTerms,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from batchfit._engine.batch.padding import Lengths
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.data_parallel.interface import DataParallel, Outcome, PlannedPass, RankBatch
 from batchfit._engine.device.oom import Failure, recover
@@ -59,7 +59,7 @@ class MicrobatchCall(ABC):
     kind: Kind
     functions: Mapping[str, Callable[[Any], Any]]  # the user's, by the names of their arguments
     scaler: Any = None
-    done: Sequence[Piece] = ()  # microbatches that ran and are not repeated after an OOM
+    done: Sequence[Microbatch] = ()  # microbatches that ran and are not repeated after an OOM
 
     def check(self, ranks: DataParallel) -> None:
         """Refuse wrong arguments, before anything runs."""
@@ -76,7 +76,7 @@ class MicrobatchCall(ABC):
         return nullcontext()
 
     @abstractmethod
-    def weigh(self, whole: Batch, plan: Sequence[Piece]) -> float:
+    def weigh(self, whole: Batch, plan: Sequence[Microbatch]) -> float:
         """The weight of a batch. It cuts the batch, and may need memory."""
 
     def weigh_sample(self, micro: Any) -> float:
@@ -87,12 +87,12 @@ class MicrobatchCall(ABC):
         """Whether the loss is inspected before the batch is cut."""
         return False
 
-    def inspect(self, run: BatchRun, plan: Sequence[Piece]) -> None:  # noqa: B027 - most calls need none
+    def inspect(self, run: BatchRun, plan: Sequence[Microbatch]) -> None:  # noqa: B027 - most calls need none
         """Before a batch is cut: refuse a loss that cannot be."""
 
     @abstractmethod
     def prepare(
-        self, whole: Batch, plan: Sequence[Piece], terms: PassTerms
+        self, whole: Batch, plan: Sequence[Microbatch], terms: PassTerms
     ) -> tuple[MicrobatchPass | None, float]:
         """A pass over a plan (None where the batch has no weight), and the weight of the batch."""
 
@@ -163,7 +163,7 @@ class BatchRun:
         self.context = context
         self.call = call
         self.device = context.target
-        self.plan: tuple[Piece, ...] = ()  # of the pass that counts
+        self.plan: tuple[Microbatch, ...] = ()  # of the pass that counts
         # Not the pass itself: it refers to this object, and such a cycle would keep the batch allocated.
         self.has_run = False  # False: the batch has no weight here
         self.loss: Any = None
@@ -238,7 +238,9 @@ class BatchRun:
             self._finish_alone(self.sized, plan, run.made)
         return failure
 
-    def _finish_alone(self, sized: SizedBatch, plan: tuple[Piece, ...], made: MicrobatchPass | None) -> None:
+    def _finish_alone(
+        self, sized: SizedBatch, plan: tuple[Microbatch, ...], made: MicrobatchPass | None
+    ) -> None:
         if made is not None:
             plan = (*self.call.done,) or plan
             sized.finish(plan)
@@ -263,7 +265,7 @@ class BatchRun:
         """Whether all ranks run the same microbatches, and retry the whole batch together."""
         return self.ranks.collectives == "every"
 
-    def _retry_loss(self, plan: Sequence[Piece], failure: Failure, *, is_second: bool) -> None:
+    def _retry_loss(self, plan: Sequence[Microbatch], failure: Failure, *, is_second: bool) -> None:
         """An OOM in a loss over the whole batch: retry it once; smaller microbatches do not help it."""
         context, sized = self.context, self.sized
         assert sized is not None
@@ -274,23 +276,24 @@ class BatchRun:
                 device=context.device.name,
                 budget_bytes=context.memory.limit(fresh=True),
                 detail=whole_sentences(failure.message),
+                holders=context.memory.holders(sized.whole, failure.message),
                 advice="loss_fn is out of memory over the representations of the whole batch, which smaller "
                 "chunks of the encoder do not change: use a smaller batch, or a loss that needs less memory.",
             )
-        size = max(piece.size for piece in plan)
+        size = max(microbatch.size for microbatch in plan)
         sized.retries += 1
         context.events.report(
             "retry", size, size, f"out of memory in loss_fn: {oom_in_short(failure.message)}"
         )
 
-    def _is_to_inspect(self, plan: Sequence[Piece]) -> bool:
+    def _is_to_inspect(self, plan: Sequence[Microbatch]) -> bool:
         return (
             len(plan) > 1
             and not self._is_inspected
             and self.call.needs_inspection(self.context.norms(self.opened.modules))
         )
 
-    def _inspect(self, plan: Sequence[Piece]) -> None:
+    def _inspect(self, plan: Sequence[Microbatch]) -> None:
         """Inspect the loss once, and undo what that has changed."""
         self._is_inspected = True
         self.call.inspect(self, plan)
@@ -314,12 +317,12 @@ class BatchRun:
         self.weight = self.call.weigh(self.whole, plan)
         return self.weight
 
-    def _exact_layers(self, plan: Sequence[Piece]) -> Sequence[BatchNorm]:
+    def _exact_layers(self, plan: Sequence[Microbatch]) -> Sequence[BatchNorm]:
         if not self._trains or len(plan) == 1:
             return ()
         return self.context.layers(self.whole, self.opened.modules, plan)
 
-    def prepare(self, plan: Sequence[Piece]) -> MicrobatchPass | None:
+    def prepare(self, plan: Sequence[Microbatch]) -> MicrobatchPass | None:
         assert self.sized is not None
         terms = PassTerms(
             self,
@@ -338,7 +341,7 @@ class BatchRun:
         if self._check is not None:
             self._check(losses)
 
-    def finish(self, plan: tuple[Piece, ...], made: Any) -> None:
+    def finish(self, plan: tuple[Microbatch, ...], made: Any) -> None:
         self.plan, self.has_run = plan, made is not None
         if made is not None:
             self.loss, self.outputs = made.loss, made.outputs
@@ -349,14 +352,15 @@ class BatchRun:
         sized = self.sized
         if sized is None or not self.has_run:
             return StepReport(torch.zeros((), device=self.device), (), skipped=self.outcome == "nothing")
-        sizes = tuple(piece.size for piece in self.plan)
+        sizes = tuple(microbatch.size for microbatch in self.plan)
         return StepReport(self.loss, sizes, sized.retries, sized.peak_bytes, outputs=self.outputs)
 
     def limits(self) -> AbstractContextManager[None]:
         return nullcontext() if self.sized is None else self.context.limits(self.sized)
 
     def shortage(self, what: str, message: str) -> NothingFitsError:
-        return self.context.memory.shortage(what, DeviceReading.of(self.context.device).held_bytes, message)
+        held_bytes = DeviceReading.of(self.context.device).held_bytes
+        return self.context.memory.shortage(what, held_bytes, message, whole=self.whole)
 
     # --- passes of ranks that run the same number of microbatches (FSDP2)
 
@@ -397,7 +401,7 @@ class _LazyPass:
     __slots__ = ("_plan", "_prepare", "made")
 
     def __init__(
-        self, prepare: Callable[[Sequence[Piece]], MicrobatchPass | None], plan: Sequence[Piece]
+        self, prepare: Callable[[Sequence[Microbatch]], MicrobatchPass | None], plan: Sequence[Microbatch]
     ) -> None:
         self._prepare = prepare
         self._plan = plan

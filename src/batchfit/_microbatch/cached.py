@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.split import Batch, check_one
 from batchfit._engine.batch.structure import children, mapped
 from batchfit._engine.data_parallel.interface import DataParallel
@@ -43,11 +43,11 @@ class CachedCall(MicrobatchCall):
                 "and ranks with other numbers of chunks would have other collectives. Use DDP"
             )
 
-    def weigh(self, whole: Batch, plan: Sequence[Piece]) -> float:
+    def weigh(self, whole: Batch, plan: Sequence[Microbatch]) -> float:
         return float(whole.length)
 
     def prepare(
-        self, whole: Batch, plan: Sequence[Piece], terms: PassTerms
+        self, whole: Batch, plan: Sequence[Microbatch], terms: PassTerms
     ) -> tuple[CachedBackwardPass, float]:
         encode = self._encode if len(plan) == 1 else _checking_writes(self._encode, whole)
         return CachedBackwardPass(encode, self._loss_fn, whole, plan, terms), float(whole.length)
@@ -78,7 +78,7 @@ class CachedBackwardPass:
         encode: Callable[[Any], Any],
         loss_fn: Callable[[Any], Any],
         whole: Batch,
-        plan: Sequence[Piece],
+        plan: Sequence[Microbatch],
         terms: PassTerms,
     ) -> None:
         self._encode = encode

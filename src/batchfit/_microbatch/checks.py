@@ -1,4 +1,4 @@
-"""What may be run in microbatches: models and options that allow it, and what models bring along.
+"""Checks of a Microbatcher's models and options: whether their batches may be cut at all.
 
 Rules
 - Refused, with the reason: whatever has collectives in forward or backward. One rank alone that retries
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.batch.trim import check_padding
 from batchfit._engine.device.tensors import leaves_of
-from batchfit._engine.distributed.fsdp import sharded_modules
+from batchfit._engine.distributed.fsdp_reset import sharded_modules
 from batchfit._engine.snapshot import rng
 from batchfit._engine.snapshot.contents import is_parallel
 from batchfit.errors import BatchfitError

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from batchfit._engine.batch.padding import Lengths
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.sample_count import AmbiguousBatchError
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import attention_without_plans
@@ -185,14 +185,14 @@ class MicrobatchContext:
             self._norms = [module for module in modules if isinstance(module, BatchNorm)]
         return [layer for layer in self._norms if uses_batch_statistics(layer)]
 
-    def layers(self, whole: Batch, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
+    def layers(self, whole: Batch, modules: list[nn.Module], plan: Sequence[Microbatch]) -> list[BatchNorm]:
         """BatchNorm where a batch is cut: warn, refuse, or return the layers with exact statistics."""
         if len(plan) == 1 or self._batch_norm == "ignore":
             return []
         layers = self.norms(modules)
         if not layers or self._batch_norm == "exact":
             return layers
-        text = warning([piece.size for piece in plan], whole.length, len(layers))
+        text = warning([microbatch.size for microbatch in plan], whole.length, len(layers))
         if self._batch_norm == "error":
             raise BatchfitError(text)
         self.events.once("batch_norm", text)

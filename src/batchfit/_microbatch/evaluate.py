@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.data_parallel.interface import DataParallel
 from batchfit._engine.device.oom import run_twice
@@ -31,7 +31,7 @@ class MapCall(MicrobatchCall):
 
     def __init__(self, fn: Callable[[Any], Any]) -> None:
         self.functions = {"fn": fn}
-        self.done: list[Piece] = []
+        self.done: list[Microbatch] = []
         self.joined: Any = None  # the outputs of all microbatches
         self._fn = fn
         self._outputs: list[Any] = []
@@ -39,10 +39,12 @@ class MapCall(MicrobatchCall):
     def grad_mode(self, ranks: DataParallel) -> AbstractContextManager[object]:
         return torch.inference_mode() if ranks.shards is None else torch.no_grad()
 
-    def weigh(self, whole: Batch, plan: Sequence[Piece]) -> float:
+    def weigh(self, whole: Batch, plan: Sequence[Microbatch]) -> float:
         return float(whole.length)
 
-    def prepare(self, whole: Batch, plan: Sequence[Piece], terms: PassTerms) -> tuple[ForwardPass, float]:
+    def prepare(
+        self, whole: Batch, plan: Sequence[Microbatch], terms: PassTerms
+    ) -> tuple[ForwardPass, float]:
         if terms.run.ranks.collectives == "every":  # ranks retry the whole batch together
             self._outputs.clear()
             self.done.clear()
@@ -77,10 +79,10 @@ class ForwardPass:
         self,
         fn: Callable[[Any], Any],
         whole: Batch,
-        plan: Sequence[Piece],
+        plan: Sequence[Microbatch],
         terms: PassTerms,
         outputs: list[Any],
-        done: list[Piece],
+        done: list[Microbatch],
     ) -> None:
         self._fn = fn
         self._whole = whole

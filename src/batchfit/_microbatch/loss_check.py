@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import nn
 
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.oom import recover, run_guarded
@@ -63,7 +63,7 @@ _MOST_INSPECTIONS: Final = 8
 _MOST_FUNCTIONS: Final = 64
 
 OnCompared = Literal["error", "warn", "ignore"]
-Weigh = Callable[[Sequence[Any], Sequence[Piece]], tuple[Sequence[float] | None, float]]
+Weigh = Callable[[Sequence[Any], Sequence[Microbatch]], tuple[Sequence[float] | None, float]]
 
 # What to do, by what an inspection of the loss has shown.
 _ADVICE: Final = {
@@ -158,7 +158,7 @@ class LossInspection:
 
     fn: Callable[[Any], Any]
     whole: Batch
-    plan: Sequence[Piece]
+    plan: Sequence[Microbatch]
     modules: Sequence[nn.Module]
     compiled: bool
     target: torch.device | None  # where microbatches go
@@ -225,7 +225,7 @@ class LossInspection:
         losses = tuple(means[name] for name in ("a", "b", "ab", "abab", "abc") if name in means)
         kind, weighed, labels = kind_of(joins), None, None
         if kind == "mean" and self.weigh is not None:
-            shares, _ = self.weigh([sets["a"](), sets["b"]()], [Piece(slice(0, count), count)] * 2)
+            shares, _ = self.weigh([sets["a"](), sets["b"]()], [Microbatch(slice(0, count), count)] * 2)
             if shares is not None and all(map(math.isfinite, losses[:3])):
                 wanted = shares[0] * losses[0] + shares[1] * losses[1]
                 weighed = (
@@ -249,8 +249,8 @@ class LossInspection:
         order: Sequence[int] = range(whole.length)
         length = None
         if whole.trimmer is not None:
-            order = [at for piece in self.plan for at in piece.indices(whole.length)]
-            length = max(piece.length or 0 for piece in self.plan)
+            order = [at for microbatch in self.plan for at in microbatch.indices(whole.length)]
+            length = max(microbatch.length or 0 for microbatch in self.plan)
         # From both ends: a batch may be sorted by class, and a miner needs two of one and one of another.
         a, b = order[:count], order[-count:]
         lists = {"a": a, "b": b, "ab": [*a, *b], "abab": [*a, *b, *a, *b], "aab": [*a, *a, *b]}

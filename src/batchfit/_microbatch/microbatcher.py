@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -23,8 +24,9 @@ from batchfit._engine.batch.sample_count import Count
 from batchfit._engine.batch.user_split import Cutter, Split
 from batchfit._engine.data_parallel.strategy import data_parallel_of
 from batchfit._engine.device.device import Device, check_budget
+from batchfit._engine.device.living import model_holders
 from batchfit._engine.device.resolve import resolve_device
-from batchfit._engine.device.tensors import leaves_of, top_holders
+from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.optimizer_step.step import step
 from batchfit._engine.sizing.memory_budget import MemoryBudget, owned_bytes
 from batchfit._engine.sizing.pure.sizes import EventLog, MicrobatchEvent
@@ -145,7 +147,7 @@ class Microbatcher:
             self._device,
             budget_bytes,
             models_bytes=lambda: owned_bytes(models, kind),
-            holders=lambda live: top_holders(models, on=torch.device(kind), live_bytes=live),
+            holders=partial(model_holders, models, kind),
         )
         events = EventLog(on_event)
         self._uniform = UniformSizer(memory, events, most=microbatch_size)

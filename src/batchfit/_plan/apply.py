@@ -1,4 +1,4 @@
-"""`plan --apply`: what the planned step really takes on this machine, beside what was planned.
+"""`plan --apply`: runs the planned step on this machine, and compares its peak with the planned one.
 
 Rules:
 - Only the step as it is can be run: other rows are changes that the user has not made.

@@ -85,8 +85,8 @@ class ChangedTraces:
             reach=reach,
         )
 
-    def unseen(self) -> tuple[str, ...]:
-        return self.plain.unseen()
+    def caveats(self) -> tuple[str, ...]:
+        return self.plain.caveats()
 
 
 def cells_of(
@@ -104,7 +104,7 @@ def cells_of(
         largest = max((columns[at].gpu for at in alike), key=lambda gpu: gpu.usable_bytes)
         source = source_for(CudaRules(largest, torch.device("cpu", 1)))
         traced = trace_source(source, budget_bytes=largest.usable_bytes)
-        notes |= dict.fromkeys(traced.unseen)
+        notes |= dict.fromkeys(traced.caveats)
         for at in alike:
             beside = bucket_bytes if columns[at].count > 1 else 0
             found[at] = _cell(traced, columns[at].gpu, margin, flops_per_sample, beside)

@@ -1,4 +1,4 @@
-"""What one sample costs in floating-point operations, counted in a trace of one step.
+"""Floating-point operations per sample, counted in a trace of one step.
 
 Rules: torch's own formulas count products, convolutions and attention; products by experts are counted here;
 the rest is memory traffic. What

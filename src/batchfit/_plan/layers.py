@@ -1,4 +1,4 @@
-"""How deep a model is, and which depths stand for the whole: layers that are alike.
+"""Finds a model's equal layers, and the shallow models whose traces stand for the whole one.
 
 Rules:
 - A shallow model is the same configuration with fewer layers. It stands for the whole one only if each of
@@ -19,7 +19,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from batchfit._engine.sharding.blocks import repeated_blocks
+from batchfit._engine.sharding.model_blocks import repeated_blocks
 from batchfit._plan.models import build
 from batchfit._plan.pure.model_shape import ModelShape
 from batchfit.errors import TargetError

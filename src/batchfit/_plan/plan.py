@@ -1,4 +1,4 @@
-"""`plan`: settings by GPUs, from traces. Nothing is downloaded, allocated or run.
+"""`plan`: a table of settings (rows) by GPUs (columns), from traces. Nothing is downloaded, allocated or run.
 
 Rules:
 - A model by its name or configuration is built on the meta device and trained as its task is; a workload is
@@ -116,11 +116,11 @@ def plan_with(
         if report is not None:
             report(row.name, number, len(wanted))
         try:
-            cells, unseen = row.cells()
+            cells, more = row.cells()
         except (UntraceableError, InapplicableError) as error:
             found.append(PlanRow(setting=row.name, method=row.method, options=row.options, note=str(error)))
             continue
-        notes |= dict.fromkeys(unseen)
+        notes |= dict.fromkeys(more)
         inside = tuple(cells[at] for at in sorted(cells))
         found.append(RowCells(row.name, row.method, row.options, inside, row.is_confirmed))
     columns, done = table_of(found, options.columns, prices=options.hourly, global_batch=options.global_batch)

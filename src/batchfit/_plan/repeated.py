@@ -1,4 +1,4 @@
-"""Traces of a deep model by those of shallow ones (`pure/repetition.py`).
+"""Traces shallow models, chosen by `layers.py`, and extends them to the deep one (`pure/repetition.py`).
 
 Rules: the first trace that is asked for shows how layers repeat; each other one is of the middle depth, and
 is extended. Where layers do not repeat word for word, or another size makes another stream that does not, the
@@ -85,8 +85,8 @@ class RepeatedTraces:
     def most_size(self) -> None:
         """A batch on the meta device has any size."""
 
-    def unseen(self) -> tuple[str, ...]:
-        return self._plain.unseen()
+    def caveats(self) -> tuple[str, ...]:
+        return self._plain.caveats()
 
     def for_rules(self, rules: CudaRules) -> RepeatedTraces:
         """The same for a GPU with the same kernels."""

@@ -6,8 +6,8 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from batchfit._engine.sharding.fake_ranks import fake_ranks
 from batchfit._engine.sharding.pure.layout import ShardLayout
-from batchfit._engine.sharding.ranks import fake_ranks
 from batchfit._plan.pure.options import PlanGpu
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.sharding.blocks import repeated_blocks
+from batchfit._engine.sharding.model_blocks import repeated_blocks
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.what_if import (
     checkpointing,

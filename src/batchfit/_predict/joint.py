@@ -22,9 +22,7 @@ _OF_ERROR: Final = (
 
 
 def joint(predict: Callable[[], Prediction], ranks: Ranks) -> Prediction:
-    """What `predict` answers, the same on all ranks; they call this together. In one process: its answer."""
-    if ranks.world_size == 1:
-        return predict()
+    """What `predict` answers, the same on all ranks; they call this together."""
     try:
         mine: dict[str, Any] = {"answer": predict().to_json()}
     except NothingFitsError as error:

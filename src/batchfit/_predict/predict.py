@@ -24,13 +24,13 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
-from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.sharding.sharding import Sharding, on_ranks, rules_on_ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.torch_private.process_groups import is_fake
 from batchfit._engine.trace.oracle import (
     Basis,
     Oracle,
@@ -123,14 +123,19 @@ def predict_with(
     workload: Workload | Callable[[int], object], make_options: Callable[[], PredictOptions]
 ) -> Prediction:
     """Predict the largest batch size; an error of `make_options` on one rank is an error on all ranks."""
-    return joint(lambda: _predicted(as_workload(workload), make_options()), Ranks.current())
+    ranks = Ranks.current()
+    if ranks.world_size == 1:
+        return _predicted(as_workload(workload), make_options())
+    return joint(lambda: _predicted(as_workload(workload), make_options()), ranks)
 
 
 def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
-    check_by_samples(work._source, "predict_batch_size")
+    work._check_by_samples("predict_batch_size")
     reach = reach_of(work)
+    if options.ranks is None and not is_fake():
+        return _of_one_process(work, reach, options, begun)
     with on_ranks(reach, options.ranks, options.layout) as sharding:
         if sharding.ranks > 1:
             return _of_one_rank(reach, sharding, options, begun)
@@ -274,7 +279,7 @@ def calibration(
     )
     if end is None or end.size < 4:
         return (0.0, 0.0), ()
-    knee = max(piece.size for piece in footprint.pieces(end.size))
+    knee = max(line.size for line in footprint.peak_lines(end.size))
     first = min(max(int(knee) + 1, end.size // 8, 1), max(1, end.size // 4))
     second = max(first + 1, end.size // 3)
     snapshot = Snapshot.take(work.state)
@@ -325,7 +330,7 @@ def _prediction(
     top = max((answer.batch_size for answer in answers), default=0)
     size = answers[0].batch_size or 1
     phase, operation = peak_of(oracles.of(size).traced.at(size), size)
-    pieces = [] if traced.footprint is None else traced.footprint.pieces(max(top, 1))
+    lines = [] if traced.footprint is None else traced.footprint.peak_lines(max(top, 1))
     return Prediction(
         batch_size=answers[0].batch_size,
         budget_bytes=budgets[0],
@@ -338,8 +343,8 @@ def _prediction(
         card_measured=traced.rules.gpu.measured,
         answers=answers,
         curve=tuple(_curve(oracles, answers)),
-        knees=tuple(piece.size for piece in pieces[1:]),
-        unseen=(*_unseen(traced), *allocator_caveats(oracles.all[0].rules)),
+        knees=tuple(line.size for line in lines[1:]),
+        unseen=(*_caveats(traced), *allocator_caveats(oracles.all[0].rules)),
         check=traced.check,
         trace_sizes=traced.sizes,
         trials=tuple(trials),
@@ -401,8 +406,8 @@ def peak_of(footprint: Footprint, size: int) -> tuple[str, str]:
     return origin.phase, origin.operation
 
 
-def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
-    notes = list(traced.unseen)
+def _caveats(traced: TracedWorkload) -> tuple[str, ...]:
+    notes = list(traced.caveats)
     if traced.check > STRAIGHT:
         notes.append(
             f"memory is no straight line in the batch size (a check was {traced.check:.1%} off), so each "

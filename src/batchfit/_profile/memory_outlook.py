@@ -1,4 +1,4 @@
-"""What memory readings at the sizes timed so far say about the largest that fits."""
+"""The largest size that fits, estimated from the peaks of the sizes timed so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into the model while steps run: shapes, tokens, precision.
+"""Records the model's inputs while steps run: shapes, tokens, precision.
 
 Rules: only read, never kept: no tensor outlives the step through us. A model whose call is compiled is
 not touched, since a hook would make it compile again: nothing is seen of it. What is put in is taken out.

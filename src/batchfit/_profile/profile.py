@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.device.device import Device, usable_bytes
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import DeviceSpec, device_to_run
@@ -91,7 +90,7 @@ def profile_with(
     begun_s, ranks = time.perf_counter(), Ranks.current()
     with Interrupts(is_open=True), telling_others(ranks):
         work, options = as_workload(workload), make_options()
-        check_by_samples(work._source, "profile_throughput")
+        work._check_by_samples("profile_throughput")
         with _bench(work, options, ranks, begun_s) as bench:
             measuring = Measuring(bench, options)
             pace = _loader_pace(bench, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchfit._documents import with_value
+from batchfit._config_files import with_value
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.toml_place import with_toml_value
 

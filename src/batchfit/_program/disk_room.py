@@ -1,4 +1,4 @@
-"""The error where a folder of ours cannot be made, as on a full disk: what it was for, and what to do."""
+"""The error where batchfit cannot make a folder, as on a full disk: what it was for, and what to do."""
 
 from __future__ import annotations
 

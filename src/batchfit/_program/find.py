@@ -62,4 +62,4 @@ def program_trials(
     command = [*template.words, *template.env, *(one.text for one in template.sets)]
     fresh = stored is not None and stored.fresh
     trials = ProgramTrials(target, first, known=known)
-    return OwnTrials(trials, {"command": command}, digest=digest, fresh=fresh, unseen=trials.unseen)
+    return OwnTrials(trials, {"command": command}, digest=digest, fresh=fresh, caveats=trials.caveats)

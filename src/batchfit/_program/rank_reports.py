@@ -13,7 +13,7 @@ from typing import Any, final
 
 from batchfit._engine.distributed.collectives import reads_as_lost
 from batchfit._find.driver import worst
-from batchfit._program.pure.usage import SizeUse
+from batchfit._program.pure.size_use import SizeUse
 from batchfit.results import Outcome, Trial
 
 Event = dict[str, Any]
@@ -82,6 +82,7 @@ class Reports:
         self.handled: ProgramFailure | None = None  # an error that the program made an exit code of
         self.heard = False  # a process with torch was there
         self.died = False  # one that had taken a step or a pass left without a word
+        self.passes = 0  # forward passes of a process that ended by itself
         self.is_evaluation = False
         self.evaluated = False  # a program that trains, within its steps
         self.holders: list[tuple[str, int]] = []  # what held the most at the first OOM
@@ -128,6 +129,7 @@ class Reports:
             self.handled = _raised(rank, event)
         elif kind == "exits":
             rank.exited = True
+            self.passes = max(self.passes, event.get("passes", 0))
         elif kind == "left":
             self.died |= not rank.exited and peer in self._passed
 

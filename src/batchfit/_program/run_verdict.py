@@ -62,6 +62,10 @@ class _Verdict:
             return self._died(followed.code or 0)
         if self._smaller_ran:
             return self._made("too_large", f"the program ended without a step: {_FEW_SAMPLES}")
+        if reports.passes:
+            raise self._error(
+                f"the program ended without a step of its optimizer, after {reports.passes} forward passes"
+            )
         raise self._error("the program ended before its first step")
 
     def _has_no_batch(self, failure: ProgramFailure) -> bool:
@@ -105,13 +109,16 @@ class _Verdict:
 
     def _error(self, text: str) -> ProgramError:
         ran = f" ({max(self._ran)} ran)" if self._ran else ""
-        lines = self._reports.last_lines(self._followed.run.tail.lines())
-        return ProgramError(f"{text}, at batch size {self._size}{ran}", lines=lines)
+        return ProgramError(f"{text}, at batch size {self._size}{ran}", lines=self._lines())
+
+    def _lines(self) -> list[str]:
+        return self._reports.last_lines(self._followed.run.tail.lines())
 
     def _check_nodes(self) -> None:
         one = self._reports.other_nodes
         if one is not None:
             raise ProgramError(
                 f"the program has {one.world_size} ranks, {one.local_world_size} of them on this node: a "
-                "search runs on one node. Find with one node, and use the size per process on all"
+                "search runs on one node. Find with one node, and use the size per process on all",
+                lines=self._lines(),
             )

@@ -23,9 +23,9 @@ from batchfit._engine.trial.in_children import ChildDevice
 from batchfit._engine.trial.trial import LargestBatch, RunTrial, TimeIsOver, TrialRequest
 from batchfit._program.followed_run import FollowedRun, RunPace
 from batchfit._program.probe_run import check_seen, ram_bytes, start_run
-from batchfit._program.pure.coverage import unseen_of
+from batchfit._program.pure.caveats import caveats_of_runs
+from batchfit._program.pure.size_use import SizeUse, note_use
 from batchfit._program.pure.template import CommandTemplate
-from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
 from batchfit._program.run_verdict import trial_of
 from batchfit.results import Trial
@@ -55,7 +55,7 @@ class _Ran:
     whole: bool  # the program ended by itself
     evaluated: bool
     only_evaluates: bool
-    unseen_s: float = 0.0  # what it took, while the search does not know of it
+    unreported_s: float = 0.0  # what it took, while the search does not know of it
 
 
 @final
@@ -88,7 +88,7 @@ class ProgramTrials:
         if self._device is None:
             with contextlib.suppress(TimeIsOver):  # the search asks for this trial again, and ends
                 trial = self._run(self._first, budget_bytes=self.target.budget_bytes)
-                self._ran[trial.size].unseen_s = trial.elapsed_s
+                self._ran[trial.size].unreported_s = trial.elapsed_s
             if self._device is None:  # its first run has ended before it had chosen a device
                 self._see("cpu", self.target.budget_bytes or ram_bytes())
         assert self._device is not None
@@ -119,8 +119,9 @@ class ProgramTrials:
 
     @property
     def further(self) -> str:
-        """The command that traces the program."""
-        return f"batchfit explain --batch-size {self._first.size} -- {self.target.template.shown_template()}"
+        """The command that traces the program at the smallest size that was run."""
+        size = min(self._ran, default=self._first.size)
+        return f"batchfit explain --batch-size {size} -- {self.target.template.shown_template()}"
 
     @property
     def samples(self) -> int | None:
@@ -131,12 +132,12 @@ class ProgramTrials:
         """Nothing to say: the program makes its own batches."""
         return ""
 
-    def unseen(self, size: int) -> tuple[str, ...]:
+    def caveats(self, size: int) -> tuple[str, ...]:
         """What the run at this size did not show of the program."""
         ran = self._ran.get(size)
         if ran is None:  # in an earlier search, which this one goes on with
             return ()
-        return unseen_of(
+        return caveats_of_runs(
             ran.trial.steps_run,
             whole=ran.whole,
             evaluation=ran.evaluated,
@@ -167,7 +168,7 @@ class ProgramTrials:
         if known is not None and (
             known.whole or not known.trial.fits or known.trial.steps_run >= request.steps
         ):
-            elapsed_s, known.unseen_s = known.unseen_s, 0.0
+            elapsed_s, known.unreported_s = known.unreported_s, 0.0
             return known.trial.model_copy(update={"soak": request.soak, "elapsed_s": elapsed_s})
         return self.run_paced(request, self._soak_pace, budget_bytes=budget_bytes)[0]
 
@@ -191,7 +192,8 @@ class ProgramTrials:
             evaluated=reports.evaluated,
             only_evaluates=reports.is_evaluation,
         )
-        largest = note_use(self._uses, reports.use(request.size)) if trial.fits else None
+        lines = reports.last_lines(followed.run.tail.lines())
+        largest = note_use(self._uses, reports.use(request.size), lines) if trial.fits else None
         if largest is not None:
             self._samples = largest
             raise LargestBatch(largest)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from batchfit._documents import parse_json
+from batchfit._config_files import parse_json
 from batchfit.errors import ResultFileError
 from batchfit.results import (
     FitResult,

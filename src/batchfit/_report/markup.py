@@ -113,7 +113,7 @@ def facts(found: Sequence[Fact]) -> str:
     return f'<dl class="facts">{cells}</dl>' if cells else ""
 
 
-def card(*parts: str) -> str:
+def panel(*parts: str) -> str:
     """A frame round some parts."""
     return f'<div class="card">{"".join(parts)}</div>'
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from batchfit._charts.oom_chart import oom_chart
 from batchfit._charts.oom_page import memory_facts
 from batchfit._charts.svg import escaped
-from batchfit._report.markup import Fact, HtmlTable, bars, card, figure, table_of
+from batchfit._report.markup import Fact, HtmlTable, bars, figure, panel, table_of
 from batchfit._units import format_bytes
 from batchfit.results import Holder, OomExplanation
 
@@ -24,12 +24,12 @@ def oom_sections(name: str, why: OomExplanation, number: int, rows: Rows) -> Ite
             f'<br><span class="dim">{escaped(one.advice)}</span></li>'
             for one in why.causes
         )
-        yield card(f'<ul class="list">{items}</ul>')
+        yield panel(f'<ul class="list">{items}</ul>')
     columns = ("when it ended", "memory")
     facts = HtmlTable(columns, tuple(memory_facts(why)), words=columns)
     stack = "".join(f"<li><code>{escaped(one)}</code></li>" for one in why.stack[-_MOST_STACK:])
     below = f'<h3 class="next">The request that failed</h3><ol class="stack">{stack}</ol>' if stack else ""
-    yield card(table_of(facts), below)
+    yield panel(table_of(facts), below)
     if why.timeline:
         yield figure(oom_chart(why), _timeline_table(why), name=f"oom-{number}", note=_note(why))
     yield _held("Live at the end", why.kinds, why.modules, why.lines, rows)
@@ -61,7 +61,7 @@ def _note(why: OomExplanation) -> str:
 def _held(
     title: str, kinds: Sequence[Holder], modules: Sequence[Holder], lines: Sequence[Holder], rows: Rows
 ) -> str:
-    return card(
+    return panel(
         f"<h3>{escaped(title)}</h3>{bars('kind', rows(kinds))}",
         f'<div class="columns"><div>{bars("module", rows(modules))}</div>',
         f"<div>{bars('source line', rows(lines))}</div></div>",
@@ -95,7 +95,7 @@ def _tables(why: OomExplanation) -> Iterator[str]:
             for one in why.growth
         )
         table = HtmlTable(("source line", "per step", "steps", "in all"), grown, words=("source line",))
-        yield card(f"<h3>Left behind from step to step</h3>{table_of(table)}")
+        yield panel(f"<h3>Left behind from step to step</h3>{table_of(table)}")
     if why.settings:
         tried = tuple(
             (one.setting, "granted", format_bytes(one.reserved_bytes))
@@ -104,7 +104,7 @@ def _tables(why: OomExplanation) -> Iterator[str]:
             for one in why.settings
         )
         table = HtmlTable(("setting", "the request", "reserved"), tried, words=("setting", "the request"))
-        yield card(f"<h3>Replayed with PYTORCH_CUDA_ALLOC_CONF</h3>{table_of(table)}")
+        yield panel(f"<h3>Replayed with PYTORCH_CUDA_ALLOC_CONF</h3>{table_of(table)}")
     if why.ranks:
         ranked = tuple(
             (
@@ -118,7 +118,7 @@ def _tables(why: OomExplanation) -> Iterator[str]:
             for one in why.ranks
         )
         columns = ("file", "failed request", "live", "peak", "reserved", "most of it")
-        yield card(f"<h3>Files</h3>{table_of(HtmlTable(columns, ranked, words=('file', 'most of it')))}")
+        yield panel(f"<h3>Files</h3>{table_of(HtmlTable(columns, ranked, words=('file', 'most of it')))}")
     if why.unseen:
         items = "".join(f"<li>{escaped(one)}</li>" for one in why.unseen)
-        yield card(f'<h3>What the snapshot does not say</h3><ul class="list">{items}</ul>')
+        yield panel(f'<h3>What the snapshot does not say</h3><ul class="list">{items}</ul>')

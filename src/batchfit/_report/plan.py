@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from batchfit._charts.plan_page import advice, headline, is_doubtful, legend
 from batchfit._charts.svg import escaped
-from batchfit._report.markup import Fact, card
+from batchfit._report.markup import Fact, panel
 from batchfit._units import format_bytes
 from batchfit.results import Plan, PlanCell, PlanRow
 
@@ -44,9 +44,9 @@ def plan_sections(name: str, plan: Plan, number: int) -> Iterator[str]:
         f"<li><b>{escaped(column.title)}</b>: {escaped(advice(plan, column))}</li>" for column in plan.columns
     )
     notes = "".join(f"<li>{escaped(note)}</li>" for note in plan.unseen)
-    yield card(f'<p class="dim">{escaped(headline(plan))}</p><ul class="list">{items}</ul>')
-    yield card(_table(plan), f'<p class="dim">{escaped(legend(plan))}</p>')
-    yield card(f'<h3>What is not in it</h3><ul class="list">{notes}</ul>') if notes else ""
+    yield panel(f'<p class="dim">{escaped(headline(plan))}</p><ul class="list">{items}</ul>')
+    yield panel(_table(plan), f'<p class="dim">{escaped(legend(plan))}</p>')
+    yield panel(f'<h3>What is not in it</h3><ul class="list">{notes}</ul>') if notes else ""
 
 
 def _table(plan: Plan) -> str:

@@ -25,7 +25,7 @@ from batchfit._charts.oom_chart import oom_chart
 from batchfit._charts.svg import Chart, escaped
 from batchfit._charts.throughput_page import POINT_COLUMNS, point_cells
 from batchfit._report.files import NothingFits, SchedulePlan, Source
-from batchfit._report.markup import HtmlTable, bars, card, figure, table_of
+from batchfit._report.markup import HtmlTable, bars, figure, panel, table_of
 from batchfit._report.oom import oom_sections
 from batchfit._report.plan import plan_sections
 from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
@@ -70,7 +70,7 @@ def sections(sources: Sequence[Source]) -> str:
             *_each(_explained, explanations),
             *_each(_checked, _named(sources, MemoryCheck)),
             *_each(schedule_sections, _named(sources, SchedulePlan)),
-            _unseen(memory),
+            _caveats(memory),
             _environment(sources),
         ]
     )
@@ -141,7 +141,7 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
                 + "</li>"
                 for kind, text, advice in lines
             )
-            yield card(f'<h3>Bottleneck</h3><ul class="list">{items}</ul>')
+            yield panel(f'<h3>Bottleneck</h3><ul class="list">{items}</ul>')
 
 
 def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTable:
@@ -169,12 +169,12 @@ def _memory(memory: Memory) -> Iterator[str]:
             yield figure(chart, _memory_table(group), name=f"memory-{number}", note=_memory_note(group))
 
 
-def _unseen(memory: Memory) -> str:
+def _caveats(memory: Memory) -> str:
     """What predictions and explanations do not know."""
     notes = [note for _, one in memory.predictions for note in one.unseen]
     notes += [note for _, one in memory.explanations for note in one.unseen]
     items = "".join(f"<li>{escaped(note)}</li>" for note in dict.fromkeys(notes))
-    return f"<h2>What the trace could not see</h2>{card(f'<ul class=list>{items}</ul>')}" if items else ""
+    return f"<h2>What the trace could not see</h2>{panel(f'<ul class=list>{items}</ul>')}" if items else ""
 
 
 def _memory_note(group: Memory) -> str:
@@ -185,7 +185,7 @@ def _memory_note(group: Memory) -> str:
     for _, one in group.predictions:
         left = f", {one.margin:.1%} of the budget left free" if one.margin else ""
         how.setdefault(f"{one.based_on}{left}", []).append(one.card)
-    parts += [f"Predicted for {' and '.join(dict.fromkeys(cards))} ({by})." for by, cards in how.items()]
+    parts += [f"Predicted for {' and '.join(dict.fromkeys(gpus))} ({by})." for by, gpus in how.items()]
     return " ".join(parts)
 
 
@@ -251,7 +251,7 @@ def _explained(name: str, explanation: MemoryExplanation, number: int) -> Iterat
     doing = f", {operation_name(explanation.peak_operation)}" if explanation.peak_operation else ""
     peak = f"{format_bytes(explanation.peak_bytes)} in {explanation.peak_phase}{doing}{where}"
     traced = f"traced for {explanation.card}, {explanation.based_on}"
-    yield card(
+    yield panel(
         f'<h3>By kind</h3><p class="dim">{escaped(peak)}; {escaped(traced)}.</p>',
         bars("kind", _rows(explanation.kinds)),
     )
@@ -264,13 +264,13 @@ def _explained(name: str, explanation: MemoryExplanation, number: int) -> Iterat
         )
         table = HtmlTable(("event", "phase", *kinds), rows, words=("phase",))
         yield figure(timeline_chart(explanation), table, name=f"timeline-{number}")
-    yield card(
+    yield panel(
         '<div class="columns">',
         f"<div>{bars('module', _rows(explanation.modules))}</div>",
         f"<div>{bars('source line', _rows(explanation.lines))}</div></div>",
     )
     if explanation.what_ifs:
-        yield card(_changes(explanation))
+        yield panel(_changes(explanation))
 
 
 def _checked(name: str, check: MemoryCheck, number: int) -> Iterator[str]:
@@ -282,7 +282,7 @@ def _checked(name: str, check: MemoryCheck, number: int) -> Iterator[str]:
     )
     table = table_of(HtmlTable(("change", "line", "what", "code"), rows, words=("line", "what", "code")))
     summary = f'<p class="dim">{escaped(check.summary)}.</p>'
-    yield card(summary, f'<ul class="list">{notes}</ul>' if notes else "", table if rows else "")
+    yield panel(summary, f'<ul class="list">{notes}</ul>' if notes else "", table if rows else "")
 
 
 def _oom(name: str, why: OomExplanation, number: int) -> Iterator[str]:
@@ -348,4 +348,4 @@ def _environment(sources: Sequence[Source]) -> str:
         )
     columns = ("result", "device", "budget", "torch", "batchfit", "took", "file")
     table = HtmlTable(columns, tuple(rows), words=("result", "device", "file"))
-    return f"<h2>Environment</h2>{card(table_of(table.without_empty()))}"
+    return f"<h2>Environment</h2>{panel(table_of(table.without_empty()))}"

@@ -15,7 +15,7 @@ from batchfit._charts.scale import real
 from batchfit._charts.svg import Axis, Chart, Line, Mark, Series, Shape, escaped
 from batchfit._charts.throughput_page import format_rate
 from batchfit._knobs import key_of, label, short
-from batchfit._report.markup import Fact, HtmlTable, card, figure, table_of
+from batchfit._report.markup import Fact, HtmlTable, figure, panel, table_of
 from batchfit._units import format_bytes
 from batchfit.results import SweepRecord, SweepResult
 
@@ -48,13 +48,13 @@ def sweep_sections(name: str, sweep: SweepResult, number: int) -> Iterator[str]:
     for count, (chart, table) in enumerate(_figures(sweep)):
         yield figure(chart, table, name=f"sweep-{number}-{count}")
     yield _heat(sweep)
-    yield card("<h3>All configurations</h3>", table_of(_everything(sweep)))
+    yield panel("<h3>All configurations</h3>", table_of(_everything(sweep)))
     if sweep.skipped:
         items = "".join(
             f"<li>{escaped(label(one.knobs))}: {escaped(one.reason)}</li>" for one in sweep.skipped[:20]
         )
         more = f"<li>and {len(sweep.skipped) - 20:,} more</li>" if len(sweep.skipped) > 20 else ""
-        yield card(f'<h3>Skipped</h3><ul class="list">{items}{more}</ul>')
+        yield panel(f'<h3>Skipped</h3><ul class="list">{items}{more}</ul>')
 
 
 def sweep_charts(sweep: SweepResult) -> list[Chart]:
@@ -219,7 +219,7 @@ def _heat(sweep: SweepResult) -> str:
         body += f'<tr><th scope="row">{escaped(_said(first))}</th>{cells}</tr>'
     corner = escaped(f"{knobs[0]} \\ {knobs[1]}")
     head = "".join(f'<th scope="col">{escaped(_said(one))}</th>' for one in across)
-    return card(
+    return panel(
         "<h3>Batch size by both knobs</h3>",
         f'<div class="scroll"><table class="heat"><thead><tr><th scope="col">{corner}</th>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>",

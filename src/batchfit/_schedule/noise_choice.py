@@ -15,7 +15,7 @@ from typing import Any, Final, final
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._loader.pure.progress import Progress
 from batchfit._noise.pure.throughput import Speed
-from batchfit._schedule.pure.bound import BoundPlan
+from batchfit._schedule.pure.bound_plan import BoundPlan
 from batchfit.results import ThroughputProfile
 from batchfit.schedules import NoiseBatchSizeConfig
 

@@ -24,10 +24,10 @@ from batchfit._loader.pure.progress import EpochPlan, Progress
 from batchfit._schedule.following_loader import FollowingLoader
 from batchfit._schedule.learning_rate import LRClock, ScaledLR
 from batchfit._schedule.noise_choice import NoiseChoice
-from batchfit._schedule.pure.bound import BoundPlan, count_in
+from batchfit._schedule.pure.bound_plan import BoundPlan, count_in
 from batchfit._schedule.pure.config import BatchSizeConfig
 from batchfit._schedule.pure.increase import Increases
-from batchfit._schedule.pure.plan import EventKind, ScheduleEvent, phases, updates_of
+from batchfit._schedule.pure.phases import EventKind, ScheduleEvent, phases, updates_of
 from batchfit._schedule.pure.run_plan import multiple, plan_of, starts_by_itself
 from batchfit._units import parse_count, whole
 from batchfit.messages import say

@@ -1,4 +1,4 @@
-"""Where a sweep runs: which engine the options ask for, checked before anything is started.
+"""Where a sweep runs: this process, a child per device, all ranks, or Ray, by its options.
 
 Rules: an engine changes where configurations run, never what they answer, so nothing of it is among the
 settings that a file compares: a sweep may be resumed with another one. An engine of a framework's is found by

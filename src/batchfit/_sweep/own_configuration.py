@@ -1,4 +1,4 @@
-"""A configuration that is searched and measured in a way of its own: a program's command for one.
+"""The interface of a configuration with its own search and measurement, as that of a program's command.
 
 Rules: as for a workload: what it finds and measures is recorded as it becomes known, and a measurement
 that is out of memory goes down.

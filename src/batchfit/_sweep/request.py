@@ -148,7 +148,7 @@ def _check_functions(factory: Any, names: tuple[str, ...], measure: Any) -> None
     try:
         signature = inspect.signature(measure)
     except (TypeError, ValueError):
-        return  # a builtin without a signature: calling it will tell
+        return  # a builtin without a signature: the call will show it
     try:
         signature.bind(None, 1, **wanted_knobs(measure, dict.fromkeys(names)))
     except TypeError as error:
@@ -163,7 +163,7 @@ def check_takes(function: Callable[..., object], names: Sequence[str]) -> None:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return  # a builtin without a signature: calling it will tell
+        return  # a builtin without a signature: the call will show it
     kinds = inspect.Parameter
     by_name = [
         name

@@ -1,4 +1,4 @@
-"""`record_oom`: a memory snapshot at an OOM that nothing has survived.
+"""`record_oom`: writes a memory snapshot when an OOM ends the program.
 
 Rules:
 - Off unless it is called. Nothing is written while the program runs: an OOM that is caught and retried costs

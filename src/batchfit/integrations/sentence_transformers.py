@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from batchfit.errors import BatchfitError
+from batchfit.integrations.trl.terms import patched
 
 # Nothing here is called by users: `adapt` does.
 __all__: list[str] = []
@@ -213,14 +214,14 @@ def replaying(
     with ExitStack() as stack:
         stack.enter_context(_merging_disabled())
         for one in models.values():
-            stack.enter_context(_with_attribute(one, "forward", lambda features, **_: outputs_of(features)))
+            stack.enter_context(patched(one, "forward", lambda features, **_: outputs_of(features)))
         for one in loss.modules():
             guide = vars(one).get("_modules", {}).get("guide")
             if guide is not None and id(guide) not in models:
-                stack.enter_context(_with_attribute(guide, "forward", _in_chunks(guide.forward, chunk)))
+                stack.enter_context(patched(guide, "forward", _in_chunks(guide.forward, chunk)))
             if hasattr(one, "forward_cached"):
                 cached = _without_cache(one, outputs_of)
-                stack.enter_context(_with_attribute(one, "forward_cached", cached))
+                stack.enter_context(patched(one, "forward_cached", cached))
         yield
 
 
@@ -266,21 +267,6 @@ def _in_chunks(forward: Callable[[Any], Any], size: int) -> Callable[..., Any]:
         return {**features, "sentence_embedding": torch.cat(parts)}
 
     return chunked
-
-
-@contextmanager
-def _with_attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an object has this attribute; afterwards the one of its own that it had, if any."""
-    table, nothing = vars(holder), object()
-    before = table.get(name, nothing)
-    table[name] = value
-    try:
-        yield
-    finally:
-        if before is nothing:
-            table.pop(name, None)
-        else:
-            table[name] = before
 
 
 def _merging_disabled() -> Any:

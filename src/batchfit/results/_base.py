@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
 
-from batchfit._documents import parse_json
+from batchfit._config_files import parse_json
 from batchfit.errors import ResultFileError
 from batchfit.results._docstrings import introduction, sections
 

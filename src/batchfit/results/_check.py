@@ -13,7 +13,7 @@ from pydantic import Field
 
 from batchfit._charts.check_page import check_headline, check_lines, check_markdown
 from batchfit._charts.tables import html_table
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit._units import format_change
 from batchfit.results._base import SCHEMA_VERSION, Result
 from batchfit.results._memory import Holder

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from batchfit._charts.memory_page import headline, memory_lines
 from batchfit._charts.tables import html_table, text_table
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit._units import format_bytes
 from batchfit.results._base import SCHEMA_VERSION, Result
 from batchfit.results._fit import Trial, few_samples

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from batchfit._charts.oom_page import oom_headline, oom_lines
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit.results._base import SCHEMA_VERSION, Result
 from batchfit.results._memory import Holder, Moment
 

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from batchfit._charts.plan_page import as_markup, plan_lines
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit.results._base import SCHEMA_VERSION, Result
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit._charts.throughput_page import throughput_lines
 from batchfit.results._base import SCHEMA_VERSION, Result
 

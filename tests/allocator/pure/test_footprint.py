@@ -215,28 +215,28 @@ def test_the_peak_is_the_largest_sum_of_what_is_live(footprint: Footprint, sizes
 
 @given(footprints(), st.lists(st.floats(1, 1000), min_size=1, max_size=12))
 def test_pieces_are_the_peak_at_any_size(footprint: Footprint, sizes: list[float]) -> None:
-    pieces = footprint.pieces()
-    starts = [piece.size for piece in pieces]
+    lines = footprint.peak_lines()
+    starts = [line.size for line in lines]
     assert starts[0] == 1.0
     assert starts == sorted(set(starts))
-    assert [p.per_sample for p in pieces] == sorted({p.per_sample for p in pieces})
+    assert [p.per_sample for p in lines] == sorted({p.per_sample for p in lines})
     fixed, slopes = footprint.live_lines()
     for size in sizes:
-        piece = [one for one in pieces if one.size <= size][-1]
-        assert piece.fixed + piece.per_sample * size == pytest.approx(slow_peak(footprint, size))
-        assert (piece.fixed, piece.per_sample) == (fixed[piece.moment], slopes[piece.moment])
+        line = [one for one in lines if one.size <= size][-1]
+        assert line.fixed + line.per_sample * size == pytest.approx(slow_peak(footprint, size))
+        assert (line.fixed, line.per_sample) == (fixed[line.moment], slopes[line.moment])
 
 
 @given(footprints(), st.floats(1, 50))
 def test_pieces_beyond_the_largest_size_are_left_out(footprint: Footprint, largest: float) -> None:
-    every = footprint.pieces()
-    assert footprint.pieces(largest) == [piece for piece in every if piece.size <= largest]
+    every = footprint.peak_lines()
+    assert footprint.peak_lines(largest) == [line for line in every if line.size <= largest]
 
 
 def test_knees_by_hand() -> None:
     """Weights of 100, then 10 + 3 a sample for a moment, then 7 a sample: the peak moves at size 2.5."""
     footprint = Footprint((100.0, 10.0, 0.0), (0.0, 3.0, 7.0), (HERE,) * 3, (0, 1, ~1, 2, ~2), 1, (5,))
-    assert [(p.size, p.moment, p.fixed, p.per_sample) for p in footprint.pieces()] == [
+    assert [(p.size, p.moment, p.fixed, p.per_sample) for p in footprint.peak_lines()] == [
         (1.0, 1, 110.0, 3.0),
         (2.5, 3, 100.0, 7.0),
     ]
@@ -245,7 +245,7 @@ def test_knees_by_hand() -> None:
 def test_the_first_of_two_equal_moments_is_the_peak() -> None:
     footprint = Footprint((4.0, 4.0), (0.0, 0.0), (HERE,) * 2, (0, ~0, 1, ~1), 0, (4,))
     assert footprint.moment_of_peak(1) == 0
-    assert [piece.moment for piece in footprint.pieces()] == [0]
+    assert [line.moment for line in footprint.peak_lines()] == [0]
 
 
 # ---------------------------------------------------------------- traces

@@ -9,9 +9,9 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._engine.allocator import generation
+from batchfit._engine.allocator import token_loops
 from batchfit._engine.allocator.footprint import Origin, ShapeChangedError, Trace
-from batchfit._engine.allocator.generation import TokenLoop, with_all_passes
+from batchfit._engine.allocator.token_loops import TokenLoop, with_all_passes
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def test_of_a_long_loop_the_last_passes_are_written_and_some_before_them(
 ) -> None:
     numbers = [1, 2, 3, 9, 10]
     few, spans = Program([Block(10, 3, 9)]).trace(numbers)
-    monkeypatch.setattr(generation, "_MOST_EVENTS", most)  # of 2 a pass
+    monkeypatch.setattr(token_loops, "_MOST_EVENTS", most)  # of 2 a pass
     found = with_all_passes(few, [loop_of(spans, numbers, count)])
     assert found.sizes == (100, 13, *(10 + 3 * number for number in written), 7)
     assert found.peak_bytes == 100 + sum(10 + 3 * number for number in written[-2:])

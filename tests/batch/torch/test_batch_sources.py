@@ -359,6 +359,7 @@ def test_a_trace_reads_a_dataset_a_few_times_and_predicts_the_same() -> None:
     assert answer.batch_size == predicted(example).batch_size
 
 
+@pytest.mark.slow
 def test_a_model_that_makes_the_batch_is_still_seen_in_a_trace() -> None:
     learns = torch.nn.Linear(16, 16)
 

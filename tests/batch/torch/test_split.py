@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from batchfit._engine.batch.sample_count import AmbiguousBatchError
-from batchfit._engine.batch.split import Batch, joined, pieces
+from batchfit._engine.batch.split import Batch, joined, microbatches
 from batchfit._engine.batch.user_split import Cutter
 from batchfit._engine.sizing.pure.sizes import balanced
 
@@ -101,16 +101,20 @@ def same(one: Any, two: Any) -> bool:
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=50).map(tuple))
 def test_microbatches_take_every_sample_once_and_in_order(sizes: tuple[int, ...]) -> None:
-    taken = [i for piece in pieces(sizes) for i in range(piece.samples.start, piece.samples.stop)]
+    taken = [
+        i
+        for microbatch in microbatches(sizes)
+        for i in range(microbatch.samples.start, microbatch.samples.stop)
+    ]
     assert taken == list(range(sum(sizes)))
-    assert tuple(piece.size for piece in pieces(sizes)) == sizes
+    assert tuple(microbatch.size for microbatch in microbatches(sizes)) == sizes
 
 
 def test_microbatches_go_on_where_others_have_ended() -> None:
-    first, second = pieces((3, 2)), pieces((2, 1), start=5)
+    first, second = microbatches((3, 2)), microbatches((2, 1), start=5)
     assert [one.samples for one in (*first, *second)] == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
     assert [one.size for one in second] == [2, 1]
-    assert pieces(()) == ()
+    assert microbatches(()) == ()
 
 
 @examples(150)
@@ -124,13 +128,13 @@ def test_microbatches_of_any_structure_hold_every_sample_once(data: Any, n: int,
         assert n <= 3  # two or three tensors alike, with as many rows: parts, or one per sample
         return
     assert whole.length == n
-    micros = whole.micros(pieces(sizes))
+    micros = whole.micros(microbatches(sizes))
     assert [micro["rows"].tolist() for micro in micros] == [
-        list(range(n))[piece.samples] for piece in pieces(sizes)
+        list(range(n))[microbatch.samples] for microbatch in microbatches(sizes)
     ]
     # picked one by one, in the same order, is the same
-    for micro, piece in zip(micros, pieces(sizes), strict=True):
-        assert same(micro, whole.take(list(range(n))[piece.samples]))
+    for micro, microbatch in zip(micros, microbatches(sizes), strict=True):
+        assert same(micro, whole.take(list(range(n))[microbatch.samples]))
     assert same(whole.cut([n])[0], batch)
 
 
@@ -312,7 +316,7 @@ def test_a_users_split_cuts_what_we_cannot() -> None:
     cutter = Cutter(split)
     whole = Batch.of(Strange([1, 2, 3]), cutter=cutter)
     assert [part.items for part in whole.cut([2, 1])] == [[1, 2], [3]]
-    assert [part.items for part in whole.micros(pieces((1, 1), 1), pieces((1,)))] == [[2], [3]]
+    assert [part.items for part in whole.micros(microbatches((1, 1), 1), microbatches((1,)))] == [[2], [3]]
     with pytest.raises(ValueError, match="one microbatch for each of 2 sizes, not 1"):
         Batch.of(Strange([1, 2]), cutter=Cutter(lambda batch, sizes: [batch])).cut([1, 1])
     with pytest.raises(TypeError, match=r"object without a length\. Pass count="):

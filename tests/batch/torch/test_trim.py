@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.batch import trim
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.trim import Trimmer, attention_without_plans, restored
 from batchfit._engine.sizing.pure.pack import SeenShapes, pack
 
@@ -258,7 +258,7 @@ def test_taking_checks_that_only_padding_is_cut() -> None:
 
 
 def test_outputs_of_any_kind_are_restored_in_order() -> None:
-    packs = (Piece((2, 0), 2, 8), Piece((1,), 1, 4))
+    packs = (Microbatch((2, 0), 2, 8), Microbatch((1,), 1, 4))
     outputs = [
         {"pooled": torch.tensor([[2.0], [0.0]]), "texts": ["c", "a"], "cache": None},
         {"pooled": torch.tensor([[1.0]]), "texts": ["b"], "cache": None},

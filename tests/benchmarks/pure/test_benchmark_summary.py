@@ -235,8 +235,9 @@ def test_every_row_of_the_design_is_measured_or_named_as_missing(summary: Module
         "microbatching",
         "ragged lengths",
         "loader with 4 workers",
+        "any program",
     ]
-    assert goals.table(tmp_path, links="").count("**not measured**") == 7
+    assert goals.table(tmp_path, links="").count("**not measured**") == 8
     planted(tmp_path)
     ragged = json.loads((tmp_path / "ragged_h200_202611.json").read_text())
     ragged["ours/default"]["warm"]["lost_steps"] = 1
@@ -341,3 +342,23 @@ def test_floors_and_growth_follow_their_json(summary: ModuleType, tmp_path: Path
     assert len(changed) == 2
     assert "where it takes 1.0 ms | 2.0 ms per microbatch" in changed[0]
     assert changed[1].startswith("- A vote of 4 ranks takes 77.7 ms")
+
+
+def test_answers_of_programs_count_as_their_workloads_within_one_or_by_exact_searches(
+    summary: ModuleType, tmp_path: Path
+) -> None:
+    def row(by_command: int, as_workload: int, **more: object) -> dict[str, object]:
+        return {"by_command": {"answer": by_command}, "as_workload": {"answer": as_workload}, **more}
+
+    ways = {"batchfit": {"starts": 6}, "batchfit --strategy bisect": {"starts": 12}, "Accelerate": {}}
+    found = {
+        "programs": {"one": row(30, 31), "two": row(653, 647, exact=[656, 656]), "three": row(383, 381)},
+        "step": {"ratio": {"probe": 1.02}},
+        "start": {"more_ms": {"import torch": 27.0}},
+        "search": {"ways": ways},
+    }
+    checks = summary.goals.program_checks(found)
+    assert [one.met for one in checks] == [False, False, True, True]
+    assert [one.measured for one in checks] == [
+        "2 of 3 as their workloads", "+2.00%", "0.03 s", "6, bisection 12"
+    ]  # fmt: skip

@@ -27,6 +27,18 @@ def test_each_page_says_what_its_json_says(pages: ModuleType) -> None:
     assert not differ, f"{differ}: run python benchmarks/pages.py write"
 
 
+def test_truths_beside_the_peers_are_those_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = imported("plan_peers", monkeypatch)
+    kept = json.loads((peers.RESULTS / "plan_peers_202611.json").read_text())["cases"]
+    assert {case.name: peers.truth_of(case) for case in peers.CASES} == {
+        name: one["truth"] for name, one in kept.items()
+    }
+    # Of several answers the one that is nearest to the truth counts.
+    said = [{"peak_bytes": 5}, {"peak_bytes": 9}, {"way": "states only"}]
+    assert peers.nearest(said, "peak_bytes", 8) == {"peak_bytes": 9}
+    assert peers.nearest(said[2:], "peak_bytes", 8) is None
+
+
 def test_a_page_that_was_changed_by_hand_is_reported_and_made_again(
     pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

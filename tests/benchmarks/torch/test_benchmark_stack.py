@@ -53,6 +53,7 @@ def test_what_failed_runs_again_and_what_is_there_does_not(
         return {"error": "no"} if arguments[1] == "truth" and fails[0] else answers(arguments)
 
     monkeypatch.setattr(prediction_gpu, "child", child)
+    monkeypatch.setattr(stack_gpu, "CASES", (("gpt2@lora", "bf16", 24),))
     out = tmp_path / "stack.json"
     assert stack_gpu.run(out, 125.0, 60.0) == 1
     fails.clear()

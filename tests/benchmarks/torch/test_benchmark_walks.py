@@ -8,7 +8,9 @@ from benchmark_scripts import run
 
 # One more here is worth a thought: is there a module that a reader opens for a single function?
 MOST_MODULES = {"find": 30, "predict": 30, "first backward": 17, "backward": 14}
-OF_RANKS = re.compile(r"_engine\.data_parallel\.(?!single$)|_engine\.distributed\.fsdp$|snapshot\.parallel$")
+OF_RANKS = re.compile(
+    r"_engine\.data_parallel\.(?!single$)|_engine\.distributed\.fsdp_reset$|snapshot\.wrappers$"
+)
 
 
 def test_the_walks_are_no_longer_and_one_process_enters_no_code_of_ddp_or_fsdp2() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from notebook import notebook_html
 
 from batchfit._charts.memory_page import fact, memory_lines
-from batchfit._charts.text import Level, as_text, bar, curves, shortened, ticks
+from batchfit._charts.text_charts import Level, as_text, bar, curves, shortened, ticks
 from batchfit.results import Holder, MemoryExplanation, Moment, WhatIf
 
 GIB = 2**30

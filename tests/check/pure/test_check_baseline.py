@@ -71,10 +71,12 @@ def broken(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
+        ("", "not JSON: .* Restore it from git, or delete it and write it with batchfit check --update"),
+        ("{\n<<<<<<< HEAD\n", "a merge left a conflict in it: take one side of it, then write it with"),
+        (broken(batch_size=0), "field 'batch_size' of 'w': must be positive, not 0"),
         ("[]", "no baseline of batchfit check: field 'kind'"),
         ('{"kind": "fit"}', "field 'kind' must be 'memory_baseline'"),
-        ('{"kind": "memory_baseline", "schema_version": 2}', "schema_version is 2, .* reads 1"),
+        ('{"kind": "memory_baseline", "schema_version": 2}', "schema_version is 2, .* reads 1.* delete"),
         ('{"kind": "memory_baseline", "schema_version": 1}', "field 'targets' .* must be an object"),
         (broken(batch_size="8"), "field 'batch_size' of 'w': must be a whole number, not '8'"),
         (broken(batch_size=True), "field 'batch_size'"),

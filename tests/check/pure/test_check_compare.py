@@ -92,6 +92,18 @@ def test_what_a_new_way_takes_more_is_its_change() -> None:
     assert (found.chain, found.change) == ((LOSS, helper), 2048), "the new call is named, not what it calls"
 
 
+def test_a_line_that_was_split_into_two_has_not_changed() -> None:
+    one, out, loss = "t.py:f: return m(x).loss", "t.py:f: out = m(x)", "t.py:f: return out.loss"
+    before = record(row(one, size=80))
+    assert line_changes(before, record(row(out, size=80), row(loss, size=0))) == []
+    more = line_changes(before, record(row(out, size=96), row(loss, size=0)))
+    assert [(one.chain, one.change) for one in more] == [((out,), 16)]
+    # Another tensor, or one of another function, is another one.
+    other = line_changes(before, record(row(out, size=80, of="exp float32[8]"), row(loss, size=0)))
+    assert len(other) == 2
+    assert len(line_changes(before, record(row("t.py:g: y = 1", size=80)))) == 2
+
+
 def test_like_phases_are_compared() -> None:
     forward = PhaseMoment("forward", "aten.mm.default", LOSS, 9000, (row(LOSS, size=9000),), ())
     before = record(row(BLOCK, size=1024), more=(forward,))

@@ -101,9 +101,18 @@ def test_a_project_without_the_table_names_nothing() -> None:
         ("[tool.batchfit.check]\ntargets = ['a:b', 'a:b']", "must name 'a:b' once"),
         (
             "[tool.batchfit.check]\nmax-incraese = '1%'",
-            "must have keys among baseline, .* not 'max-incraese'",
+            "must have keys among targets, baseline, .* not 'max-incraese'",
         ),
         ("[tool.batchfit.check]\nupdate = true", "not 'update'"),
+        ("[tool.batchfit.check]\ntarget = 'a:b'", "must have keys among targets, baseline, .* not 'target'"),
+        (
+            "[tool.batchfit.check]\ntargets = [{target = 'a:b', batch-size = '8'}]",
+            r"batch_size must be .*, not '8' \(a:b in \[tool.batchfit.check\] of pyproject.toml\)",
+        ),
+        (
+            "[tool.batchfit.check]\nmax-increase = '2'",
+            r"not '2' \(\[tool.batchfit.check\] in ",
+        ),
         ("[tool.batchfit.check]\ntargets = [{target = 'a:b', gup = 'h100'}]", "not 'gup'"),
     ],
 )

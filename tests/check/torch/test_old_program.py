@@ -84,7 +84,7 @@ def test_the_program_of_the_baseline_is_traced_again(project: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        ("uncommitted", "the baseline is not committed"),
+        pytest.param("uncommitted", "the baseline is not committed", marks=pytest.mark.slow),
         ("no repository", "the baseline is in no git repository"),
         ("shallow", "the git repository is shallow: fetch all of its history"),
         ("broken", "cannot be traced here: .*no module named 'gone'"),

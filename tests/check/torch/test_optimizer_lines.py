@@ -60,6 +60,7 @@ def place(lines: OptimizerLines, work: batchfit.Workload) -> tuple[str, int]:
     return Path(line.file).name, line.number
 
 
+@pytest.mark.slow
 def test_the_module_of_the_functions_that_use_it_is_chosen(modules: dict[str, ModuleType]) -> None:
     assert place(OptimizerLines(), modules["opt_inside"].make()) == ("opt_inside.py", 7)
 

@@ -14,7 +14,7 @@ import pytest
 from cli_runner import runner
 
 import batchfit
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit._cli.app import app
 from batchfit._cli.commands import schedule as command
 from batchfit._cli.commands import schedule_flags

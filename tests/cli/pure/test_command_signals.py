@@ -181,3 +181,23 @@ def test_while_modules_are_loaded_the_process_ends_at_once(number: signal.Signal
     ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout) == (128 + number, "")
     assert ran.stderr == "error: interrupted before anything ran\n"
+
+
+ENDS = """
+import os, sys
+from batchfit._cli import main
+class Last:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=int(sys.argv.pop())):
+        kill(process, number)
+last = Last()
+sys.argv[1:] = ["--version"]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_the_interpreter_ends_a_signal_changes_nothing(number: signal.Signals) -> None:
+    words = [sys.executable, "-c", ENDS, str(int(number))]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("batchfit ")

@@ -113,6 +113,29 @@ def test_several_targets_of_a_project(project: Path) -> None:
     sys.modules.pop("other", None)
 
 
+def test_a_target_that_cannot_be_checked_does_not_keep_the_others_from_it(project: Path) -> None:
+    Path("pyproject.toml").write_text(
+        '[tool.batchfit.check]\nbatch-size = 4\ntargets = ["train.py:nowhere", "train.py:make_workload"]\n'
+    )
+    ran = run("--update", "--output", "checks.json", "--markdown", "comment.md")
+    assert ran.exit_code == Code.USAGE
+    assert ran.stdout.startswith("UPDATED: ")
+    assert "\n\nNOT CHECKED\ntrain.py:nowhere: there is no 'nowhere' in train.py" in ran.stdout
+    assert list(json.loads(Path("memory.json").read_text())["targets"]) == [TARGET]
+    checked, broken = json.loads(Path("checks.json").read_text())
+    assert (checked["kind"], broken["kind"], broken["name"]) == ("check", "check_error", "train.py:nowhere")
+    assert "### ❌ Peak memory: train.py:nowhere was not checked" in Path("comment.md").read_text()
+
+
+def test_a_gpu_of_a_newer_batchfit_in_the_baseline_is_named(project: Path) -> None:
+    assert run(*SMALL, "--update").exit_code == Code.FOUND
+    path = Path("memory.json")
+    path.write_text(path.read_text().replace('"gpu": "h200"', '"gpu": "h900"'))
+    ran = run(TARGET)
+    assert ran.exit_code == Code.USAGE
+    assert "memory.json: its gpu is 'h900', which this batchfit does not know" in ran.stderr
+
+
 def test_a_highest_peak_needs_no_baseline(project: Path) -> None:
     assert run(*SMALL, "--max-peak", "1GiB").exit_code == Code.FOUND
     ran = run(*SMALL, "--max-peak", "1MiB")
@@ -122,6 +145,7 @@ def test_a_highest_peak_needs_no_baseline(project: Path) -> None:
     assert not Path("memory.json").exists()
 
 
+@pytest.mark.slow
 def test_the_largest_size_within_a_budget(project: Path) -> None:
     assert run(TARGET, "--budget", "200MiB", "--update").exit_code == Code.FOUND
     entry = json.loads(Path("memory.json").read_text())["targets"][TARGET]

@@ -561,6 +561,7 @@ class TestTerminal:
         return process.wait(timeout=60), b"".join(parts).decode()
 
     @pytest.mark.parametrize("no_colour", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.slow
     def test_rows_are_live_and_colour_is_optional(self, no_colour: bool, project: Path) -> None:
         variables = {"NO_COLOR": "1"} if no_colour else {}
         code, text = self.shown(project, "find", "train.py:make", *QUICK, **variables)
@@ -723,7 +724,7 @@ class TestDoctor:
         assert found["self_test"]["passed"] is True
 
     def test_each_feature_works_or_says_why_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from batchfit._cli.features import known_features
+        from batchfit._cli.torch_features import known_features
 
         found = {feature.name: feature for feature in known_features()}
         assert len(found) >= 18
@@ -736,7 +737,7 @@ class TestDoctor:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from batchfit._cli.commands import doctor
-        from batchfit._cli.features import known_features
+        from batchfit._cli.torch_features import known_features
         from batchfit._engine.cuda_model import autocast_check
         from batchfit._engine.torch_private import fake, optimizers, process_groups
 
@@ -777,7 +778,7 @@ class TestDoctor:
     def test_a_setting_that_this_torch_does_not_read_is_a_caveat(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from batchfit._cli.features import known_features
+        from batchfit._cli.torch_features import known_features
 
         def state() -> str:
             name = "allocator settings in PYTORCH_ALLOC_CONF"
@@ -790,7 +791,7 @@ class TestDoctor:
         assert state() == "caveat"
 
     def test_a_torch_without_ranks_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from batchfit._cli.features import known_features
+        from batchfit._cli.torch_features import known_features
 
         monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
         found = {one.name: one for one in known_features()}

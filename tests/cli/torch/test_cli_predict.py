@@ -19,7 +19,7 @@ from cli_runner import runner
 from typer.testing import Result
 
 import batchfit
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit._cli import png
 from batchfit._cli.commands import explain, predict
 from batchfit._cli.commands.explain import explain_target
@@ -279,7 +279,7 @@ class TestPredict:
     def test_a_dataset_smaller_than_the_answer_is_noted_for_several_gpus_too(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from batchfit._charts.text import as_text
+        from batchfit._charts.text_charts import as_text
         from batchfit._cli.commands.predict import Predicted, prediction_lines
 
         data = Path(__file__).parents[2] / "data" / "report" / "cards.json"
@@ -289,6 +289,14 @@ class TestPredict:
         text = as_text(prediction_lines(Predicted(tuple(rows), few), next_command="", width=80, plain=True))
         assert "dataset    it has 5000 samples: no batch of it is larger" in text
         assert "use it" not in text
+        # Of a program the answer is its command, and what is explained next has two batches of its samples.
+        one = Predicted(tuple(rows[:1]), few[:1])
+        after = predict.next_command(one, "batchfit explain", " -- python t.py {}", most=2500)
+        text = as_text(
+            prediction_lines(one, next_command=after, width=80, plain=True, use="python t.py {}".format)
+        )
+        assert "use it     python t.py 4088" in text
+        assert "batchfit explain --batch-size 2500 " in text
 
     def test_a_model_that_has_no_memory_is_predicted_alike(
         self, project: Path, capsys: pytest.CaptureFixture[str]

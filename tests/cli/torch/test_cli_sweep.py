@@ -501,6 +501,7 @@ def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_json_is_alone_on_stdout(project: Path) -> None:
     ran = run_python("-m", "batchfit", "sweep", "sweep.yaml", "--json", folder=project)
     assert ran.returncode == 0, ran.stderr

@@ -11,9 +11,9 @@ from launch import run_ranks
 from parallel_models import make
 from torch_private import take_away_fsdp2_reset
 
-from batchfit._engine.distributed import fsdp
+from batchfit._engine.distributed import fsdp_reset
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.snapshot import parallel
+from batchfit._engine.snapshot import wrappers
 from batchfit._engine.torch_private import fsdp2, needs
 
 gloo = pytest.mark.skipif(
@@ -41,16 +41,16 @@ def everything(rank: int, whose: str) -> Any:
     state = torch.get_rng_state()
     seed, torch.manual_seed = torch.manual_seed, _never  # it would reach the generators of all devices
     with torch.no_grad():  # as where the first OOM is one of an evaluation
-        test = fsdp.self_test(mesh)
+        test = fsdp_reset.self_test(mesh)
     torch.manual_seed = seed
     found["test"] = [test.forward, test.backward, test.why, torch.equal(state, torch.get_rng_state())]
-    found["kept"] = fsdp.self_test(mesh) is test
+    found["kept"] = fsdp_reset.self_test(mesh) is test
 
     # Without the reset a backward that failed must not pass: the self-test can tell.
-    fsdp.verdicts.clear()
-    settle, parallel.settle = parallel.settle, lambda module, **_: None
-    broken = fsdp.self_test(mesh)
-    parallel.settle = settle
+    fsdp_reset.verdicts.clear()
+    settle, wrappers.settle = wrappers.settle, lambda module, **_: None
+    broken = fsdp_reset.self_test(mesh)
+    wrappers.settle = settle
     found["broken"] = [broken.passed, broken.backward, broken.why]
 
     ranks.settle()
@@ -79,8 +79,8 @@ def test_where_fsdp2_cannot_run_the_self_test_says_so(monkeypatch: pytest.Monkey
         device_type = "cpu"
         shape = (7,)
 
-    monkeypatch.setattr(fsdp, "verdicts", {})
+    monkeypatch.setattr(fsdp_reset, "verdicts", {})
     monkeypatch.setattr(fsdp2, "runs_on_cpu", lambda: False)
-    test = fsdp.self_test(Mesh())
+    test = fsdp_reset.self_test(Mesh())
     assert not test.passed
     assert test.why == needs.FSDP2_ON_CPU.why()

@@ -236,7 +236,9 @@ def agree(rank: int) -> Any:
 
 
 @gloo
-@pytest.mark.parametrize(("world_size", "store"), [(2, "tcp"), (3, "tcp"), (2, "file")])
+@pytest.mark.parametrize(
+    ("world_size", "store"), [pytest.param(2, "tcp", marks=pytest.mark.slow), (3, "tcp"), (2, "file")]
+)
 def test_all_ranks_hold_the_same_answer(world_size: int, store: str) -> None:
     found = values(run_ranks(agree, world_size=world_size, store=store))
     assert all(one == found[0] for one in found)
@@ -319,7 +321,10 @@ def sleeper(rank: int, who: int) -> Any:
 
 
 @gloo
-@pytest.mark.parametrize(("who", "store"), [(0, "tcp"), (2, "file")])  # a TCP store would end with rank 0
+@pytest.mark.parametrize(
+    ("who", "store"),
+    [pytest.param(0, "tcp", marks=pytest.mark.slow), (2, "file")],  # a TCP store would end with rank 0
+)
 def test_a_rank_that_sleeps_is_named_on_every_rank_and_stays_out(who: int, store: str) -> None:
     found = values(run_ranks(sleeper, world_size=3, args=(who,), store=store))
     text = f"rank {who} did not answer within 1 s while all ranks had to agree on trial 3"
@@ -355,6 +360,7 @@ def test_a_rank_that_died_is_named_on_every_other(how: str) -> None:
 
 
 @gloo
+@pytest.mark.slow
 def test_two_missing_ranks_are_both_named() -> None:
     outcomes = run_ranks(sleeps_with_many, world_size=3)
     assert values(outcomes)[0][2] == [1, 2]
@@ -455,7 +461,7 @@ def interrupted(rank: int, who: int) -> Any:
 
 
 @gloo
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ctrl_c_ends_the_wait_and_the_others_hear_of_it(who: int) -> None:
     found = values(run_ranks(interrupted, world_size=2, args=(who,), timeout_s=20))
     assert found[who] is True
@@ -501,6 +507,7 @@ def main_leaves_first(rank: int) -> Any:
 
 
 @gloo
+@pytest.mark.slow
 def test_rank_0_may_end_right_after_the_last_agreement() -> None:
     for _ in range(3):
         assert values(run_ranks(main_leaves_first, world_size=2)) == [[0, 1], [0, 1]]

@@ -16,7 +16,7 @@ from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of
-from batchfit._explain import study
+from batchfit._explain import replayed_changes
 from batchfit._explain.step_variables import step_variable
 from batchfit._explain.what_if import checkpointing, lower_precision, repeated_blocks
 from batchfit.errors import UntraceableError
@@ -230,8 +230,8 @@ def test_the_largest_size_of_a_recurrent_model_is_that_of_predict_too() -> None:
 def test_what_is_held_beside_the_workload_counts_as_in_predict(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = batchfit.explain_memory(workload(), batch_size=4, budget=BUDGET, what_if=False)
     on_cpu = rules_for(workload())
-    monkeypatch.setattr(study, "held_beside", lambda *_: (2**27, 0))
-    beside = study.Study(reach_of(workload()), on_cpu, 4, alone.budget_bytes, "GPU, not run")
+    monkeypatch.setattr(replayed_changes, "held_beside", lambda *_: (2**27, 0))
+    beside = replayed_changes.Study(reach_of(workload()), on_cpu, 4, alone.budget_bytes, "GPU, not run")
     assert alone.largest is not None
     assert beside.base.largest is not None
     assert beside.base.largest < alone.largest

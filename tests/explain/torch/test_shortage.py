@@ -97,6 +97,7 @@ def test_the_top_holder_is_named_and_so_is_the_change_that_it_asks_for() -> None
         assert found.changed_bytes < found.peak_bytes
 
 
+@pytest.mark.slow
 def test_what_is_named_makes_it_fit_in_a_real_run() -> None:
     """Activation checkpointing, written as the error says, under `virtual_memory`."""
     made = functools.partial(of_tokens, width=64, words=64, length=4096)
@@ -164,17 +165,15 @@ def test_a_step_that_cannot_be_traced_says_what_is_known_without() -> None:
 
 
 def test_what_goes_wrong_before_the_trace_hides_nothing_either(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, living_bytes: int
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no kernels are known")
 
     monkeypatch.setattr(shortage, "rules_for", broken)
-    with (
-        batchfit.virtual_memory("256KiB"),
-        pytest.raises(NothingFitsError, match="a batch of 1 does not fit"),
-    ):
-        batchfit.find_batch_size(of_tokens(width=32, words=64, length=64), max_size=1)
+    work = of_tokens(width=32, words=64, length=64)
+    with pytest.raises(NothingFitsError, match="a batch of 1 does not fit"):
+        batchfit.find_batch_size(work, budget=living_bytes + 2**17, max_size=1)
     assert "no memory breakdown of the size that failed: RuntimeError: no kernels" in caplog.text
 
 

@@ -524,7 +524,7 @@ def test_a_step_that_takes_no_memory_says_so(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.usefixtures("thawed")
-def test_what_was_alive_before_and_let_go_in_a_trial_is_collected() -> None:
+def test_what_was_alive_before_and_let_go_in_a_trial_is_collected(living_bytes: int) -> None:
     class Holder:
         pass
 
@@ -540,7 +540,7 @@ def test_what_was_alive_before_and_let_go_in_a_trial_is_collected() -> None:
 
     gc.disable()
     try:
-        fit = find(step, budget="6MiB", tolerance=0.2, soak_steps=0)
+        fit = find(step, budget=living_bytes + (6 << 20), tolerance=0.2, soak_steps=0)
     finally:
         gc.enable()
     assert fit.batch_size > 70

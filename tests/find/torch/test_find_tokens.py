@@ -62,6 +62,7 @@ def train(work: batchfit.Workload, loader: ResizableLoader, budget: int) -> None
 
 
 @pytest.mark.parametrize("kind", ["tokens", "samples", "squares"])
+@pytest.mark.slow
 def test_an_epoch_trains_with_what_is_found_and_not_with_much_more(kind: str) -> None:
     SEEN.clear()
     work, loader, _ = workload(kind)

@@ -660,15 +660,16 @@ def test_out_of_memory_before_during_and_late(at: int) -> None:
 # --- microbatches
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["double", "no", "bf16"])
 def test_backward_in_microbatches_is_accelerates(precision: str, living_bytes: int) -> None:
     def trained(in_microbatches: bool) -> tuple[torch.Tensor, list[int]]:
         reset_accelerate()
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+        mixed, dtype = ("no", torch.float64) if precision == "double" else (precision, torch.float32)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        data = TensorDataset(torch.randn(512, 64))
+        data = TensorDataset(torch.randn(512, 64).to(dtype))
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=128))
         mb = batchfit.Microbatcher(model, microbatch_size=48)
         cut: list[int] = []
@@ -690,7 +691,8 @@ def test_backward_in_microbatches_is_accelerates(precision: str, living_bytes: i
     whole, _ = trained(False)
     parts, cut = trained(True)
     assert cut == [3] * 4
-    assert torch.allclose(whole, parts, rtol=0, atol=1e-6 if precision == "no" else 5e-3)
+    within = {"double": 1e-12, "no": 1e-6, "bf16": 5e-3}[precision]
+    assert torch.allclose(whole, parts, rtol=0, atol=within)
 
 
 # --- bad input

@@ -108,6 +108,27 @@ def test_running_out_changes_neither_weights_nor_what_is_logged(
     torch.testing.assert_close(*both, rtol=0, atol=1e-7)  # Lightning sums in single precision
 
 
+class Single(Exact):
+    """In single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss([one.float() for one in batch])
+
+
+@pytest.mark.parametrize("kind", [Exact, Single])
+def test_a_forced_split_ends_as_plain_training(kind: Any) -> None:
+    plain, module = seeded(kind), seeded(kind)
+    fitted(plain, samples=250)
+    fitted(module, OomProofTraining(microbatch_size=15), samples=250)
+    assert max(module.sizes) <= 15 < max(plain.sizes)
+    mine, theirs = (torch.cat([one.flatten() for one in weights(each)]) for each in (module, plain))
+    assert (mine - theirs).norm() < (1e-10 if kind is Exact else 1e-5) * theirs.norm()
+
+
 class Ragged(Exact):
     """Whose last batch is much wider than the others."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -26,8 +28,11 @@ from stack_cases import (  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 
 import batchfit  # noqa: E402
+from batchfit._engine.allocator.footprint import Footprint  # noqa: E402
 from batchfit._engine.allocator.gpus import gpu_named  # noqa: E402
-from batchfit._engine.trace.trace import trace, unseen  # noqa: E402
+from batchfit._engine.allocator.replay import simulate  # noqa: E402
+from batchfit._engine.trace import trace as trace_module  # noqa: E402
+from batchfit._engine.trace.trace import trace, trace_caveats  # noqa: E402
 from batchfit._engine.trace.workload import rules_for  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries say about each other
@@ -130,6 +135,23 @@ def test_training_goes_on_as_if_nothing_had_been_traced(name: str, stepped: bool
     same(*ends, identity=False)
 
 
+def test_an_update_like_one_before_is_not_traced_again() -> None:
+    """torchao's hundred operations per parameter; what is allocated and reserved is that of all of them."""
+    rules = rules_for(LANGUAGE["full"](), gpu_named("rtx4090"))
+
+    def traced(name: str) -> Any:
+        return trace(LANGUAGE[name](), 8, rules=rules)
+
+    found, plain = traced("torchao AdamW8bit"), traced("full")
+    assert len(found.events) < 2.5 * len(plain.events)
+    with mock.patch.object(trace_module, "like_updates_repeated", return_value=contextlib.nullcontext()):
+        whole = traced("torchao AdamW8bit")
+    assert len(whole.events) > 2 * len(found.events)
+    assert whole.peak_bytes == found.peak_bytes
+    ends = [simulate(Footprint.of(one), 8, capacity_bytes=2**30) for one in (found, whole)]
+    assert ends[0] == ends[1]
+
+
 def operations(work: batchfit.Workload, size: int = 64) -> dict[str, int]:
     """What is allocated in one step on a GPU, by operation."""
     found = trace(work, size, rules=rules_for(work, gpu_named("rtx4090")), steps=1)
@@ -169,7 +191,7 @@ def test_a_4bit_product_makes_the_whole_weight() -> None:
     ],
 )
 def test_what_was_not_measured_is_named(name: str, says: str) -> None:
-    notes = list(unseen(LANGUAGE[name]().state))
+    notes = list(trace_caveats(LANGUAGE[name]().state))
     assert [note for note in notes if note.startswith(says)]
-    measured = (*unseen(LANGUAGE["LoRA"]().state), *unseen(LANGUAGE["QLoRA nf4"]().state))
+    measured = (*trace_caveats(LANGUAGE["LoRA"]().state), *trace_caveats(LANGUAGE["QLoRA nf4"]().state))
     assert not [note for note in measured if note.startswith(says[:12])]

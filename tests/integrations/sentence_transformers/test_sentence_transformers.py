@@ -126,13 +126,20 @@ ALONE: list[Any] = [
 
 
 def trained(
-    folder: Path, loss: Make, data: dict[str, Any], *, size: int | None, dropout: float = 0.0, **more: Any
+    folder: Path,
+    loss: Make,
+    data: dict[str, Any],
+    *,
+    size: int | None,
+    dropout: float = 0.0,
+    dtype: Any = torch.float64,
+    **more: Any,
 ) -> tuple[Any, Any]:
     """Parameters after three steps, and the mean training loss; `size` of microbatches, None: plain."""
     from hf_models import parameters_of, run_of
     from sentences import encoder, pairs, trainer_of
 
-    model = encoder(folder, dropout=dropout)
+    model = encoder(folder, dropout=dropout).to(dtype)
     trainer = trainer_of(model, loss(library(), model), pairs(**{"count": 22, **data}), folder, **more)
     if size is not None:
         run_of(adapt(trainer)).microbatch_size = size
@@ -153,6 +160,14 @@ def test_a_batch_in_microbatches_has_the_loss_of_the_batch(
     found, mean = trained(tmp_path, loss, data, size=5)
     assert mean == pytest.approx(plain, rel=1e-6)
     assert float((found - whole).norm() / whole.norm()) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["MultipleNegativesRanking", "CachedMultipleNegativesRanking"])
+def test_a_batch_in_microbatches_in_float32(name: str, tmp_path: Path) -> None:
+    loss, data = next((loss, data) for one, loss, data in COMPARING[:2] if one == name)
+    whole, _ = trained(tmp_path, loss, data, size=None, dtype=torch.float32)
+    found, _ = trained(tmp_path, loss, data, size=5, dtype=torch.float32)
+    assert float((found - whole).norm() / whole.norm()) < 1e-5
 
 
 def test_accumulated_batches_are_compared_within_themselves(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ SLOW = pytest.mark.slow
     ("kind", "phase", "find"),
     [
         ("GRPO", "loss", True),
-        ("GRPO", "generation", True),
+        pytest.param("GRPO", "generation", True, marks=SLOW),
         ("RLOO", "loss", False),
         pytest.param("GRPO", "loss", False, marks=SLOW),
         pytest.param("GRPO", "generation", False, marks=SLOW),
@@ -251,6 +251,7 @@ def test_the_peaks_that_are_found_are_those_of_training(tmp_path: Path) -> None:
     assert loss > 1.1 * generation
 
 
+@pytest.mark.slow
 def test_short_batches_are_not_held_to_the_size_of_the_longest(tmp_path: Path, living_bytes: int) -> None:
     """One prompt of the dataset is long: what was found for it is the smallest size, not the largest."""
     from datasets import Dataset

@@ -1477,6 +1477,7 @@ def test_a_missing_framework_is_a_line_for_pip(missing: str, monkeypatch: pytest
 # --- the benchmark
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, living_bytes: int) -> None:
     script = Path(__file__).parents[3] / "benchmarks" / "integrations_hf.py"
     if not script.exists():

@@ -117,10 +117,38 @@ def test_a_cut_batch_has_the_gradients_of_the_whole(name: str, tmp_path: Path) -
         assert size < 100 or "accumulate" in CASES[name][1] or torch.equal(found, whole)
 
 
-@pytest.mark.parametrize("name", some_slow(["SFT packed", "DPO", "KTO"], is_slow=lambda name: name == "KTO"))
+SINGLE = ("SFT", "SFT packed", "DPO", "KTO", "Reward", "ORPO", "CPO", "SFT chunked_nll")
+
+
+@pytest.mark.parametrize("name", some_slow(SINGLE, is_slow=lambda name: name not in ("SFT packed", "DPO")))
 def test_a_cut_batch_in_float32_with_the_head_of_trl(name: str, tmp_path: Path) -> None:
     whole = gradients(CASES[name], tmp_path, size=None, dtype=torch.float32)
     assert off(gradients(CASES[name], tmp_path, size=2, dtype=torch.float32), whole) < 1e-5
+
+
+# Of one width: a plain trainer pads each batch that it accumulates by itself. KTO's estimate is of the batch.
+DROPPED = ("SFT", "DPO", "Reward")
+
+
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", some_slow(DROPPED, is_slow=lambda name: name != "DPO"))
+def test_dropout_draws_what_accumulated_batches_draw(name: str, dtype: str, tmp_path: Path) -> None:
+    from trl_cases import gradients_of, heads_in_float64, model_for, trainer_of
+
+    from batchfit.integrations.transformers import adapt
+
+    kind, ends = getattr(torch, dtype), []
+    given = {"pad_to_multiple_of": 32, **({"disable_dropout": False} if name != "SFT" else {})}
+    for size in (None, 3):
+        model = model_for(name, dropout=0.3).to(kind)
+        more = {"more": {"ref_model": model_for(name, seed=1).to(kind)}} if name == "DPO" else {}
+        with heads_in_float64() if dtype == "float64" else nullcontext():
+            trainer = trainer_of(name, tmp_path, model=model, batch=3, accumulate=5, **given, **more)
+            if size is not None:
+                adapt(trainer, find=False)._batchfit.microbatch_size = size
+            torch.manual_seed(4)
+            ends.append(gradients_of(trainer))
+    assert off(ends[1], ends[0]) < (1e-10 if dtype == "float64" else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["DPO", pytest.param("KTO", marks=pytest.mark.slow)])

@@ -369,7 +369,7 @@ def test_batches_are_fetched_with_getitems_where_the_dataset_has_it() -> None:
 @pytest.mark.parametrize(
     ("start", "cap", "steps", "published"),
     [
-        (128, 128, 78_200, 78_125),
+        pytest.param(128, 128, 78_200, 78_125, marks=pytest.mark.slow),
         (128, 10**6, 29_000, 28_875),
         (640, 5120, 6_500, 6_406),
         (3200, 5120, 2_360, 2_305),

@@ -63,6 +63,7 @@ def test_an_oom_on_any_rank_in_any_phase_changes_nothing(world_size: int) -> Non
         assert fired == [case["times"] * (rank in case["failing"]) for rank in range(world_size)], case
 
 
+@pytest.mark.slow
 def test_an_oom_at_every_operation_before_the_vote() -> None:
     for found in zip(*values(run_ranks(cases.sweep, world_size=2, timeout_s=200)), strict=True):
         operations = found[0]["operations"]
@@ -348,7 +349,7 @@ def errors_between_calls(world_size: int, count: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_error_between_two_calls_leaves_ranks_alike_or_is_reported(world_size: int) -> None:
     """No rank trains on with parameters that differ, none waits for a rank that went on, and none hangs."""
     faults = errors_between_calls(world_size, 32)

@@ -149,6 +149,7 @@ def test_where_it_cannot_be_retried_all_ranks_stop_at_once(how: str) -> None:
         assert elapsed_s < 15
 
 
+@pytest.mark.slow
 def test_where_it_cannot_be_retried_sizes_grow_with_care() -> None:
     found = values(run_ranks(cases.careful, world_size=2))
     for sizes, retries in found:

@@ -332,7 +332,7 @@ def test_cached_errors_of_the_user() -> None:
         mb.backward_cached(lambda x: model(x).sum(), lambda reps: reps.sum(), batch)
     with pytest.raises(ValueError, match="loss_fn must return a scalar loss"):
         mb.backward_cached(model, lambda reps: reps, batch)
-    for size in (2, 4):  # in chunks as in one piece
+    for size in (2, 4):  # in chunks as in one microbatch
         with pytest.raises(ValueError, match=r"must return .* require.* grad, .*not .* without"):
             Microbatcher(model, microbatch_size=size).backward_cached(
                 lambda x: model(x).detach(), lambda reps: reps.square().sum(), batch
@@ -811,7 +811,7 @@ def test_sizes_are_learned_after_one_oom() -> None:
     assert first.peak_bytes == 740
     later = [job.run(256) for _ in range(5)]
     assert [report.retries for report in later] == [0] * 5
-    assert max(later[-1].microbatch_sizes) == 64  # 4 pieces; 86 would leave no margin
+    assert max(later[-1].microbatch_sizes) == 64  # 4 microbatches; 86 would leave no margin
     assert later[-1].peak_bytes == 740
     small = job.run(9)
     assert small.microbatch_sizes == (9,)

@@ -163,7 +163,7 @@ def test_an_error_at_every_operation_leaves_the_state_of_before(kind: str, error
 def test_running_out_again_and_again() -> None:
     world = World("old")
     mb = world.microbatcher(None)
-    fn = faulty(world.loss, {0: "oom", 2: "oom"})  # at 8, and in the second piece of 4
+    fn = faulty(world.loss, {0: "oom", 2: "oom"})  # at 8, and in the second microbatch of 4
     report = mb.backward(fn, world.batch)
     assert report.retries == 2
     assert report.microbatch_sizes == (2,) * 4
@@ -241,7 +241,7 @@ def test_a_cached_encoder_must_not_change_the_batch_in_place() -> None:
         return (rows @ rows.T).mean()
 
     batch = torch.ones(8, 3)
-    Microbatcher(model).backward_cached(encode, loss_fn, batch)  # in one piece it is called once
+    Microbatcher(model).backward_cached(encode, loss_fn, batch)  # in one microbatch it is called once
     assert torch.equal(batch, torch.full((8, 3), 2.0))
     with pytest.raises(
         BatchfitError, match="encode changed the batch in place, and each chunk is encoded tw"

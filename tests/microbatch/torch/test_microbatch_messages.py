@@ -278,7 +278,7 @@ def test_a_loss_that_fits_the_second_time_or_in_chunks() -> None:
     points = torch.randn(8, 4)
     report = Microbatcher(encoder, microbatch_size=4).backward_cached(encoder, compare, points)
     assert (report.microbatch_sizes, report.retries) == ((4, 4), 1)
-    calls.clear()  # in one piece the encoder's graph is there too: chunks may help
+    calls.clear()  # in one microbatch the encoder's graph is there too: chunks may help
     report = Microbatcher(encoder).backward_cached(encoder, compare, points)
     assert (report.microbatch_sizes, report.retries) == ((4, 4), 1)
 
@@ -314,6 +314,22 @@ def test_one_sample_that_does_not_fit_says_who_holds_the_memory(living_bytes: in
     assert "by other tensors" in said
     assert "..." not in said
     del others
+
+
+def test_the_batch_and_the_optimizer_of_the_model_are_holders(living_bytes: int) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    with batchfit.virtual_memory(living_bytes + 1024 * 1024):
+        batch = torch.randn(4, 32 * 1024)
+        mb = Microbatcher(model)
+        with pytest.raises(NothingFitsError) as raised:
+            mb.backward(lambda x: model(x[:, :64]).mean() + torch.zeros(1024 * 1024).sum(), batch)
+    held = dict(raised.value.holders)
+    assert held["the batch"] == batch.nbytes
+    state = [one for values in optimizer.state.values() for one in values.values()]
+    assert held["state of AdamW"] == sum(one.nbytes for one in state)
 
 
 def test_a_message_that_was_cut_off_ends_with_a_sentence() -> None:

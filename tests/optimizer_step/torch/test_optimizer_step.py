@@ -311,7 +311,7 @@ class Full(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@faulted
+@pytest.mark.parametrize("name", some_slow(FAULTED, is_slow=lambda name: name not in COVERING[:3]))
 def test_memory_that_stays_full(name: str) -> None:
     for steps in (0, 1):
         judged = trained(FAULTED[name], steps)

@@ -22,6 +22,8 @@ def columns(*gpus: str) -> list[tuple[str, int, float]]:
         ("h100x8", "h100", 8),
         ("h100 x 8", "h100", 8),
         ("l4", "l4", 1),
+        ("mygpux8=24GiB", "mygpu", 8),
+        ("gtx9999=8GiB", "gtx9999", 1),
     ],
 )
 def test_a_gpu_is_a_name_or_several_of_one_name(text: str, name: str, count: int) -> None:
@@ -36,8 +38,9 @@ def test_memory_may_be_given_for_a_known_and_for_an_unknown_gpu() -> None:
     known, unknown = columns("a100-80gb=40GiB", "mygpu=24GiB")
     assert known == ("a100-80gb", 1, 40.0)
     assert unknown == ("mygpu", 1, 24.0)
-    note = PlanOptions(gpus="mygpu=24GiB").columns[0].gpu.note
-    assert "kernels of an h200 are assumed" in note
+    gpu = PlanOptions(gpus="mygpu=24GiB").columns[0].gpu
+    assert "kernels of an h200 are assumed" in gpu.note
+    assert gpu.caveats[-1].endswith("its memory is what was given")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,8 @@ def test_memory_may_be_given_for_a_known_and_for_an_unknown_gpu() -> None:
     [
         ({"gpus": []}, "gpus must name at least one GPU"),
         ({"gpus": "nosuch"}, r"gpus must be one of .*not 'nosuch'.*nosuch=24GiB"),
+        ({"gpus": "rtx409"}, r"not 'rtx409' \(like it: rtx4090, .*Its memory can be given: rtx409=24GiB"),
+        ({"gpus": "rtx"}, r"not 'rtx' \(like it: ([\w-]+, ){7}[\w-]+ and \d\d more\)"),
         ({"gpus": "rtx4090=lots"}, "gpus"),
         ({"gpus": 3}, "gpus must be a text or a list of texts"),
         ({"gpus": "t4", "seq_len": 0}, "seq_len must be a positive integer"),
@@ -52,6 +57,8 @@ def test_memory_may_be_given_for_a_known_and_for_an_unknown_gpu() -> None:
         ({"gpus": "t4", "methods": "half"}, "methods must be full, lora or qlora, not 'half'"),
         ({"gpus": "t4", "prices": "t4"}, "prices must be GPU=AMOUNT"),
         ({"gpus": "t4", "prices": "t4=-1"}, "prices must be GPU=AMOUNT"),
+        ({"gpus": "t4,l4", "prices": "h100=2"}, r"of a GPU that is planned for \(t4, l4\), not 'h100=2'"),
+        ({"gpus": "t4", "prices": "nosuch=2"}, r"planned for \(t4\), not 'nosuch=2'"),
         ({"gpus": "t4", "margin": 1}, "margin must be at least 0 and below 1"),
     ],
 )
@@ -61,4 +68,6 @@ def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:
 
 
 def test_prices_go_by_the_name_of_the_gpu() -> None:
-    assert PlanOptions(gpus="t4", prices=["RTX 4090=0.4", "h100=2"]).hourly == {"rtx4090": 0.4, "h100": 2.0}
+    wanted = ["t4", "rtx4090", "h100x8", "mygpux2=24GiB"]
+    found = PlanOptions(gpus=wanted, prices=["RTX 4090=0.4", "h100x8=16", "mygpu=0.3"]).hourly
+    assert found == {"rtx4090": 0.4, "h100": 2.0, "mygpu": 0.3}, "of one GPU each"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._charts.plan_page import as_markup, plan_lines
-from batchfit._charts.text import as_text
+from batchfit._charts.plan_page import as_markup, microbatch, plan_lines
+from batchfit._charts.text_charts import as_text
 from batchfit._engine.allocator.footprint import Footprint, Origin
 from batchfit._plan.pure.options import PlanOptions
 from batchfit._plan.pure.paste import pasted
@@ -149,6 +149,25 @@ def test_a_row_of_a_workload_says_how() -> None:
         seq_len=None,
     )
     assert "model.bfloat16()" in text
+
+
+def test_a_row_without_cells_says_why_below() -> None:
+    reason = "no nn.Linear for bitsandbytes to hold in 4 bits"
+    missing = PlanRow(setting="QLoRA", method="qlora", options={}, note=reason)
+    plan = planned([row(FULL, Cell(9465, 828 * GIB, COST)), missing], "h100=900GiB")
+    text = as_text(plan_lines(plan))
+    assert f"not planned: QLoRA: {reason}" in " ".join(text.split())
+    assert f"{FULL.name} 9465" in " ".join(text.split()), "a wide cell stays apart from the name"
+
+
+@pytest.mark.parametrize(("fits", "used", "times"), [(37, 32, 2), (15, 13, 5), (900, 64, 1), (64, 64, 1)])
+def test_a_microbatch_is_no_larger_than_the_global_batch_needs(fits: int, used: int, times: int) -> None:
+    plan = planned([row(FULL, Cell(fits, GIB, COST))], "h100", global_batch=64)
+    assert microbatch(plan, plan.columns[0], plan.rows[0].cells[0]) == used
+    text = " ".join(as_text(plan_lines(plan)).split())
+    assert f"microbatch {used} per GPU" in text
+    assert f"gradient accumulation {times}" in text
+    assert (f"({fits} fit, " in text) == (used < fits)
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

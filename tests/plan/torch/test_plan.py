@@ -257,6 +257,7 @@ def test_the_known_models_are_listed() -> None:
     assert "Qwen/Qwen3-8B" in done.stdout
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_cheapest_change_is_one_that_fits(
     config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +329,7 @@ def test_a_diffusion_model_is_planned(
 
 def test_what_a_trace_could_not_see_is_said_again(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "settings_for", lambda *args, **more: [Setting()])
-    monkeypatch.setattr(RepeatedTraces, "unseen", lambda self: ("what no trace shows",))
+    monkeypatch.setattr(RepeatedTraces, "caveats", lambda self: ("what no trace shows",))
     first = batchfit.plan(config, gpus="rtx4090=256MiB", seq_len=32)
     again = batchfit.plan(config, gpus="rtx4090=256MiB", seq_len=32)
     assert (first.traced, again.traced) == (1, 0)

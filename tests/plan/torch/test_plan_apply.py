@@ -38,6 +38,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU is for machines without a GPU")
+@pytest.mark.slow
 def test_on_a_cpu_the_plan_is_beside_what_was_found(program: str, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     done = runner().invoke(app, ["plan", program, "--gpu", "cpu=112MiB", "--apply", "--output", str(out)])

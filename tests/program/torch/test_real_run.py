@@ -240,7 +240,7 @@ import torch
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(3):
-    model(torch.randn(8192, 64)).sum().backward()
+    model(torch.randn(8192 if step else 8, 64)).sum().backward()  # a later step needs more
     optimizer.step()
 print("trained")
 """

@@ -61,6 +61,12 @@ def test_what_counts_as_a_trial(
     ("events", "ended", "ran", "message"),
     [
         ((), {"code": 0}, (), "the program ended before its first step, at batch size 8"),
+        (
+            (PASS, {"kind": "exits", "passes": 20}),
+            {"code": 0},
+            (),
+            "the program ended without a step of its optimizer, after 20 forward passes, at batch size 8",
+        ),
         ((), {"code": 2}, (4,), "the program exited by itself with code 2 before its first step"),
         ((), {"hung": True, "waited_s": 5}, (4,), "the program took no step within 5 s"),
         ((raised("UnboundLocalError"),), {"code": 1}, (), "the program raised UnboundLocalError: it"),

@@ -230,25 +230,35 @@ for epoch in range(9):
 
 
 @pytest.mark.slow
-def test_a_loader_that_no_variable_holds_has_samples_all_the_same() -> None:
+@pytest.mark.parametrize(
+    ("batches", "known"),
+    [
+        ("torch.utils.data.DataLoader(data, batch_size=size, shuffle=True)", True),
+        ("[(data.tensors[0][i:i + size], data.tensors[1][i:i + size]) for i in range(0, 64, size)]", False),
+    ],
+)
+def test_samples_without_a_loader_in_a_variable_bound_the_traces(batches: str, known: bool) -> None:
     text = (
         PARTS
         + """
 model = make_model()
 optimizer = torch.optim.AdamW(model.parameters())
 data = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randint(0, 10, (64,)))
+size = int(sys.argv[1])
 for epoch in range(9):
-    for x, y in torch.utils.data.DataLoader(data, batch_size=int(sys.argv[1])):
+    for x, y in BATCHES:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 """
     )
-    program = traces(text)
-    with pytest.raises(TooFewSamplesError, match="64 at most"):
+    program = traces(text.replace("BATCHES", batches))
+    program.trace(2, steps=2)
+    assert program.samples == (64 if known else None)
+    with pytest.raises(TooFewSamplesError, match="32 each at most"):
         program.trace(1000, steps=2)
     assert predict_program(program, PredictOptions(gpu=GPU.name, max_size=100_000)).batch_size == 100_000
-    assert (program.most_size, program.samples) == (64, 64)
+    assert (program.most_size, program.samples) == (32, 64)
 
 
 @pytest.mark.parametrize(

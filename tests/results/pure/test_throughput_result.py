@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from notebook import notebook_html
 
-from batchfit._charts.text import as_text
+from batchfit._charts.text_charts import as_text
 from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
 from batchfit.errors import ResultFileError
 from batchfit.results import Accumulation, Bottleneck, ThroughputPoint, ThroughputProfile

@@ -23,10 +23,10 @@ from batchfit import (
 )
 from batchfit._loader.pure.deal import cut
 from batchfit._loader.pure.progress import Progress
-from batchfit._schedule.pure.bound import BoundPlan
+from batchfit._schedule.pure.bound_plan import BoundPlan
 from batchfit._schedule.pure.increase import Increases
 from batchfit._schedule.pure.lr_rules import LRRule
-from batchfit._schedule.pure.plan import Constant, ScheduleEvent, phases, updates_of
+from batchfit._schedule.pure.phases import Constant, ScheduleEvent, phases, updates_of
 
 quick = examples(120)
 

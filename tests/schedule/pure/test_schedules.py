@@ -29,7 +29,7 @@ from batchfit import (
     load_schedule,
 )
 from batchfit._loader.pure.progress import Progress
-from batchfit._schedule.pure.bound import BoundPlan
+from batchfit._schedule.pure.bound_plan import BoundPlan
 from batchfit._units import parse_count, round_size
 from batchfit.schedules import BatchSizeSchedule
 

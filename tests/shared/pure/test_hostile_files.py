@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import batchfit
-from batchfit._documents import parse_json
+from batchfit._config_files import parse_json
 from batchfit._engine.store.sqlite import FILE_NAME, Store
 from batchfit._find.pure.search import Search
 from batchfit._find.resume import Kept, ResumeFile

@@ -11,7 +11,7 @@ from examples import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
 from batchfit._engine.sizing.pure.pack import Costs, SeenShapes, ladder, pack
 
@@ -71,7 +71,7 @@ def test_no_plan_of_equal_microbatches_is_cheaper(lengths: list[int], size: int)
     ordered = sorted(lengths, reverse=True)
     cut = [ordered[start : start + size] for start in range(0, len(ordered), size)]
     assume(len(cut[-1]) in ladder(40))
-    assert price(ours) <= price([(len(piece), piece[0]) for piece in cut])
+    assert price(ours) <= price([(len(microbatch), microbatch[0]) for microbatch in cut])
 
 
 def test_shapes_recur_from_batch_to_batch() -> None:
@@ -136,8 +136,8 @@ def test_lengths_that_are_not_tokens_do_not_fall_apart_into_single_samples() -> 
 
 def test_nothing_and_one_sample() -> None:
     assert pack([], most_samples=4) == ()
-    assert pack([0], most_samples=4, padded_length=10) == (Piece((0,), 1, 10),)
-    assert pack([7], most_samples=0) == (Piece((0,), 1, 7),)
+    assert pack([0], most_samples=4, padded_length=10) == (Microbatch((0,), 1, 10),)
+    assert pack([7], most_samples=0) == (Microbatch((0,), 1, 7),)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -154,10 +154,14 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_shapes_go_through_json_and_stay_few() -> None:
-    shapes = SeenShapes().ran([Piece((0, 1), 2, 64), Piece((2,), 1, 64)]).ran([Piece((0, 1), 2, 64)])
+    shapes = (
+        SeenShapes()
+        .ran([Microbatch((0, 1), 2, 64), Microbatch((2,), 1, 64)])
+        .ran([Microbatch((0, 1), 2, 64)])
+    )
     assert shapes == SeenShapes(((2, 64), (1, 64)), 2)
     assert SeenShapes.from_dict(json.loads(json.dumps(shapes.to_dict()))) == shapes
-    many = SeenShapes().ran(Piece((0,), 1, length) for length in range(1, 3000))
+    many = SeenShapes().ran(Microbatch((0,), 1, length) for length in range(1, 3000))
     assert len(many.seen) == 1024
     assert many.seen[-1] == (1, 2999)
 

@@ -10,7 +10,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._engine.batch.pure.pieces import Shape
+from batchfit._engine.batch.pure.microbatch import Shape
 from batchfit._engine.sizing.pure.sizes import (
     MOST_READINGS,
     MOST_SHAPES,
@@ -134,7 +134,7 @@ def test_each_failed_growth_doubles_the_wait() -> None:
         bounds = bounds.after_oom(tried[-1], 64)
         assert bounds.size == 8
         waits.append(waiting)
-    assert tried[:2] == [13, 10]  # 5 and 7 pieces, between 2 and 8; then nothing is left between
+    assert tried[:2] == [13, 10]  # 5 and 7 microbatches, between 2 and 8; then nothing is left between
     # 16 waits of a wait that has doubled twice, until what failed may be tried again
     assert waits[:3] == [PATIENCE, 2 * PATIENCE, 16 * 4 * PATIENCE]
 
@@ -251,7 +251,7 @@ def test_no_width_goes_below_what_fits_the_widest(
         memory = Memory(1, fixed=0, slope=width, reads=reads)
         memory.room = room
         size, tries = memory.batch(learned, total, shape=ragged(width), compiled=compiled)
-        # Compiled code gets powers of two, and a batch is cut into equal pieces.
+        # Compiled code gets powers of two, and a batch is cut into equal microbatches.
         least = rung(min(found, total)) if compiled else balanced(total, min(found, total))[0]
         assert size >= least
         assert tries == 0 or width in widths[:number]  # foreseen; later ones may try more, when calm

@@ -44,6 +44,7 @@ def kept(folder: Path) -> SweepResult:
     return SweepResult.from_json((folder / "sweep-results.json").read_text())
 
 
+@pytest.mark.slow
 def test_all_ranks_agree_and_one_that_fails_alone_holds_nobody_up(tmp_path: Path) -> None:
     """Rank 1 has room for one sample less; its factory raises while rank 0 waits in a collective."""
     knobs = [{"number": 5, "where": where} for where in ("nowhere", "factory", "smaller")]

@@ -52,6 +52,7 @@ def lives(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+@pytest.mark.slow
 def test_the_file_is_that_of_one_process(tmp_path: Path) -> None:
     files = {"here": None, "devices": ["cpu", "cpu:1"]}
     results = {}
@@ -106,6 +107,7 @@ def test_a_dead_device_costs_its_child_only() -> None:
     assert second.measures["visible"] == ""  # on a CPU no GPU is seen
 
 
+@pytest.mark.slow
 def test_what_children_print_and_say_comes_out_here(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = []
     result = batchfit.sweep(

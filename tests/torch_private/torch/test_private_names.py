@@ -16,7 +16,7 @@ from batchfit._engine.cuda_model import autocast_check, dispatch
 from batchfit._engine.torch_private import autograd, dynamo, fake, lookup, modules, storage
 from batchfit._engine.torch_private import dispatch as dispatcher
 from batchfit._engine.trace.fake_cache import FakeResults
-from batchfit._engine.trace.trace import unseen
+from batchfit._engine.trace.trace import trace_caveats
 from batchfit.errors import BatchfitError, UntraceableError
 
 # -- taken away: refused with torch's version and what to do
@@ -25,7 +25,7 @@ from batchfit.errors import BatchfitError, UntraceableError
 @pytest.mark.parametrize(
     ("module", "name", "use"),
     [
-        ("dispatch", "torch._C._DisableTorchDispatch", lambda one: one.unseen()),
+        ("dispatch", "torch._C._DisableTorchDispatch", lambda one: one.modes_disabled()),
         ("dispatch", "torch._C.DisableTorchFunctionSubclass", lambda one: one.plain_functions()),
         (
             "dispatch",
@@ -315,7 +315,7 @@ def test_a_torch_that_was_not_tested_is_asked(monkeypatch: pytest.MonkeyPatch) -
     for version in ("2.15.1+cpu", "2.16.0a0+git123", "3.0.0"):
         monkeypatch.setattr(torch, "__version__", version)
         autocast_check.autocast_caveat.cache_clear()
-        notes.append([note for note in unseen([]) if note.startswith("autocast")])
+        notes.append([note for note in trace_caveats([]) if note.startswith("autocast")])
     autocast_check.autocast_caveat.cache_clear()
     assert len(asked) == 2
     assert [len(one) for one in notes] == [0, 0, 1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchfit._cli.features import known_features
+from batchfit._cli.torch_features import known_features
 from batchfit._engine.torch_private import allocator
 from batchfit._engine.trace.oracle import allocator_rules
-from batchfit._engine.trace.trace import unseen
+from batchfit._engine.trace.trace import trace_caveats
 
 NAMES = ("_cuda_isHistoryEnabled", "_cuda_clearCublasWorkspaces")
 
@@ -28,10 +28,10 @@ def test_what_is_missing_is_not_recorded_and_not_cleared(monkeypatch: pytest.Mon
     assert not allocator.history_is_recorded()
     assert not allocator.clear_cublas_workspaces()
     monkeypatch.setattr(torch.version, "cuda", "13.2")
-    assert not allocator.can_tell_history()
+    assert not allocator.history_is_known()
     assert not allocator.can_clear_workspaces()
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert allocator.can_tell_history()  # nothing to tell in a build without CUDA
+    assert allocator.history_is_known()  # nothing to tell in a build without CUDA
     assert allocator.can_clear_workspaces()
 
 
@@ -74,7 +74,7 @@ def test_predictions_say_where_workspaces_of_cublas_are_not_kept(
     name = "TORCH_CUBLAS_WORKSPACE_CACHE"
     monkeypatch.delenv(name, raising=False) if cached is None else monkeypatch.setenv(name, cached)
     assert allocator.keeps_cublas_workspaces() is keeps
-    notes = [note for note in unseen(()) if note.startswith("cuBLAS:")]
+    notes = [note for note in trace_caveats(()) if note.startswith("cuBLAS:")]
     assert notes == [] if keeps else "65 MiB" in notes[0]
     (feature,) = [one for one in known_features() if one.name == "workspaces of cuBLAS in predictions"]
     assert feature.state == ("works" if keeps else "caveat")

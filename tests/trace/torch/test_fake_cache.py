@@ -12,7 +12,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch_private import dispatch_keys, enable_backends, private_aten, storage_address
 
 import batchfit
@@ -173,6 +173,23 @@ def test_results_of_two_tensors_are_torchs(data: Any) -> None:
     both(mode, func, (one, other, *rest))
 
 
+@examples(20)
+@given(st.data())
+def test_rows_of_a_table_are_torchs(data: Any) -> None:
+    """An index of numbers gives the same shape each time; one of truth values is asked about, and refused."""
+    mode = fake_mode()
+    table = data.draw(layouts(mode))
+    rows = make(mode, data.draw(lengths), data.draw(st.sampled_from([torch.int64, torch.int32])))
+    skipped = [None] * data.draw(st.integers(0, table.dim() - 1))
+    both(mode, aten.index.Tensor, (table, [*skipped, rows]))
+    mask = make(mode, table.shape[:1], torch.bool)
+    results, known = FakeResults(mode), len(fake_cache.results_by_call)
+    for _ in range(2):
+        with mode, pytest.raises(DynamicOutputShapeException):
+            results.of(aten.index.Tensor, (table, [mask]), {})
+    assert len(fake_cache.results_by_call) == known
+
+
 @examples(15)
 @given(st.data())
 def test_what_follows_from_other_lengths_is_torchs(data: Any) -> None:
@@ -246,6 +263,9 @@ def test_torch_is_asked_once_for_arguments_that_look_the_same(monkeypatch: pytes
         for lr in (0.1, 0.2, 0.3):
             results.of(private_aten("_foreach_mul_.Scalar"), (several, lr), {})
         assert asked.count(private_aten("_foreach_mul_.Scalar")) == 1
+        for one in ones:
+            results.of(aten.index.Tensor, (one, [make(mode, (2,), torch.int64)]), {})
+        assert asked.count(aten.index.Tensor) == 1
         for length in (2, 3, 4):
             results.of(aten.relu.default, (make(mode, (length, 5)),), {})
         assert asked.count(aten.relu.default) == 1

@@ -24,7 +24,7 @@ from batchfit._engine.allocator.footprint import Trace
 from batchfit._engine.torch_private import storage
 from batchfit._engine.trace import blocks
 from batchfit._engine.trace.blocks import Blocks
-from batchfit._engine.trace.trace import trace, unseen
+from batchfit._engine.trace.trace import trace, trace_caveats
 from batchfit._engine.trace.workload import rules_for
 
 WIDTH = 4
@@ -341,7 +341,7 @@ def test_a_torch_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(storage, "_storage_use_count", None)
         taken, found = in_a_trace(residual, patch)
-        assert any("in place" in note for note in unseen([]))
+        assert any("in place" in note for note in trace_caveats([]))
     blocks.counts_of_one_holder.cache_clear()
     assert taken == 0
     assert found.events

@@ -30,7 +30,7 @@ import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.cuda_model import attention, sequences
-from batchfit._engine.trace.trace import trace, unseen
+from batchfit._engine.trace.trace import trace, trace_caveats
 from batchfit._engine.trace.workload import glance, rules_for, trace_workload
 from batchfit._engine.workload.reachable import reach_of
 from batchfit.errors import UntraceableError
@@ -673,10 +673,10 @@ def test_a_compiled_module_is_traced_as_if_it_were_not() -> None:
     found = traced(work)
     assert (found.sizes, found.events) == (plain.sizes, plain.events)
     whole = trace_workload(work, rules=rules_for(work), budget_bytes=2**30)
-    of_torch = tuple(unseen(()))  # what is said of this torch, whatever the step is
-    assert whole.unseen == (*of_torch, "torch.compile of Sequential: traced as if not compiled")
+    of_torch = tuple(trace_caveats(()))  # what is said of this torch, whatever the step is
+    assert whole.caveats == (*of_torch, "torch.compile of Sequential: traced as if not compiled")
     model[2].compile()
-    assert tuple(unseen([model])) == (*of_torch, "torch.compile of 2: traced as if not compiled")
+    assert tuple(trace_caveats([model])) == (*of_torch, "torch.compile of 2: traced as if not compiled")
 
 
 def test_a_step_that_moves_its_batch_to_cuda() -> None:

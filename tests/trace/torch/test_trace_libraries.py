@@ -93,7 +93,7 @@ def test_paged_state_is_no_memory_of_the_gpu() -> None:
     assert "get_state_buffer" not in vars(paged.optimizer)
 
 
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("pinned", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("kind", ["training", "step"])
 def test_activations_that_are_saved_on_the_cpu_are_not_counted(pinned: bool, kind: str) -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:

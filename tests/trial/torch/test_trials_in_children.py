@@ -243,6 +243,7 @@ class TestSharedCard:
         monkeypatch.setenv("OTHERS", str(path))
         return path
 
+    @pytest.mark.slow
     def test_memory_that_goes_lowers_the_budget(self, others: Path, caplog: pytest.LogCaptureFixture) -> None:
         def take(*_: object) -> None:
             others.write_text("600")
@@ -276,6 +277,7 @@ class TestSharedCard:
 
 
 class TestOutput:
+    @pytest.mark.slow
     def test_all_that_children_print_is_handed_over(
         self, fault: Callable[..., None], capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -645,6 +647,7 @@ class TestCommand:
             self.find(TARGET, resume="search.json")
         assert caught.value.code == Code.USAGE
 
+    @pytest.mark.slow
     def test_a_device_may_be_an_index(self) -> None:
         with pytest.raises(ValueError, match=r"device must be .* not 'cuda:7'"):
             batchfit.find_batch_size(faulty_targets.make, device=7, **QUICK)

@@ -22,6 +22,8 @@ from snapshot_cases import (
 )
 
 from batchfit._engine.allocator.caching import MIB, AllocatorSettings
+from batchfit._why.pure.snapshot import StackFrame
+from batchfit._why.pure.stacks import StackTable
 from batchfit._why.why import explain_oom
 from batchfit.results import OomExplanation
 
@@ -188,6 +190,28 @@ def test_a_snapshot_without_a_history_says_what_is_live(tmp_path: Path) -> None:
         assert not found.causes
         assert found.live_bytes > 30 * MIB
         assert "no OOM" in str(found)
+
+
+LIBRARIES = "/home/me/.venv/lib/python3.11/site-packages/"
+RELU = StackFrame(f"{LIBRARIES}torch/nn/functional.py", 1693, "relu")
+LOSS = StackFrame(f"{LIBRARIES}transformers/loss/loss_utils.py", 42, "fixed_cross_entropy")
+TRAINER = StackFrame(f"{LIBRARIES}transformers/trainer.py", 1598, "train")
+MINE = StackFrame("/home/me/train.py", 9, "main")
+HOOK = StackFrame("/home/me/train.py", 30, "compute_loss")
+
+
+@pytest.mark.parametrize(
+    ("stack", "line"),
+    [
+        ((RELU, LOSS, MINE), "train.py:9 main"),
+        ((RELU, LOSS, TRAINER, MINE), "loss_utils.py:42 fixed_cross_entropy"),
+        ((RELU, LOSS, HOOK, TRAINER, MINE), "train.py:30 compute_loss"),
+        ((RELU, LOSS), "loss_utils.py:42 fixed_cross_entropy"),
+        ((RELU,), "functional.py:1693 relu"),
+    ],
+)
+def test_the_call_of_a_trainer_is_nobody_s_line(stack: tuple[StackFrame, ...], line: str) -> None:
+    assert StackTable([stack], has_stacks=True).line(0) == line
 
 
 def test_a_history_without_stacks_still_has_its_figures(tmp_path: Path) -> None:

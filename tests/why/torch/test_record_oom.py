@@ -122,8 +122,10 @@ def test_what_nothing_fits_in_names_who_holds_the_most(tmp_path: Path) -> None:
         batchfit.record_oom(path),
     ):
         microbatcher.backward(lambda micro: loss_of(model, micro), torch.randn(64, 256))
-    assert refused.value.holders == (("*", 1025 * 1024 * 4 * 2 + 257 * 1024 * 4),)
-    assert "Most of what stays: * " in str(refused.value)
+    weights, batch, _ = refused.value.holders
+    assert weights == ("Linear", 1025 * 1024 * 4 * 2 + 257 * 1024 * 4)
+    assert batch == ("the batch", 64 * 256 * 4)
+    assert "Most of what was held: Linear 9.01 MiB, the batch 64.0 KiB" in str(refused.value)
     assert "batchfit why oom.pickle" in str(refused.value)
     assert path.exists()
     assert any("memory snapshot in" in one for one in refused.value.__notes__)

@@ -56,7 +56,7 @@ def answered(
     """
     now, numbers = traced.record, traced.numbers
     known = again if isinstance(again, PeakRecord) else before
-    unseen = [*notes, *_version_caveats(before, now, again)]
+    caveats = [*notes, *_version_caveats(before, now, again)]
     found = failures(
         peak_bytes=now.peak.size,
         baseline_bytes=None if known is None or options.update else known.peak.size,
@@ -94,7 +94,7 @@ def answered(
         if isinstance(again, PeakRecord) and before is not None
         else None,
         updated=options.update,
-        unseen=tuple(unseen),
+        unseen=tuple(caveats),
     )
 
 

@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchfit._check.pure.record import HeldRow, OptimizerRecord, PeakRecord, PhaseMoment
-from batchfit._documents import parse_json
+from batchfit._config_files import parse_json
 from batchfit._engine.allocator.footprint import KINDS
 from batchfit.errors import ResultFileError
 
 KIND = "memory_baseline"
 SCHEMA_VERSION = 1
 _IN = "in"
+_CONFLICT = "<<<<<<< "
+_AGAIN = "write it with batchfit check --update (update=True)"
 
 
 def baseline_text(records: Mapping[str, PeakRecord]) -> str:
@@ -34,14 +36,18 @@ def read_baseline(text: str) -> dict[str, PeakRecord]:
     try:
         data = parse_json(text)
     except ValueError as error:
-        raise ResultFileError(f"not JSON: {error}") from None
+        if any(line.startswith(_CONFLICT) for line in text.splitlines()):
+            raise ResultFileError(
+                f"a merge left a conflict in it: take one side of it, then {_AGAIN}"
+            ) from None
+        raise ResultFileError(f"not JSON: {error}. Restore it from git, or delete it and {_AGAIN}") from None
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise ResultFileError(f"no baseline of batchfit check: field 'kind' must be {KIND!r}")
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ResultFileError(
             f"schema_version is {version!r}, and this batchfit reads {SCHEMA_VERSION}. Upgrade batchfit, or "
-            "write the baseline again with --update."
+            f"delete the file and {_AGAIN}"
         )
     targets = _get(data, "targets", dict, "the baseline")
     return {name: _read(one, name) for name, one in targets.items()}
@@ -123,9 +129,12 @@ def _read(data: Any, name: str) -> PeakRecord:
         raise ResultFileError(f"target {name!r} must be an object, not {data!r:.80}")
     made = _get(data, "optimizer", dict, name) if "optimizer" in data else None
     has_budget = data.get("budget_bytes") is not None
+    size = _get(data, "batch_size", int, name)
+    if size < 1:
+        raise ResultFileError(f"field 'batch_size' of {name!r}: must be positive, not {size}")
     versions = _get(data, "versions", dict, name)
     return PeakRecord(
-        batch_size=_get(data, "batch_size", int, name),
+        batch_size=size,
         card=_get(data, "gpu", str, name),
         versions={key: _get(versions, key, str, name) for key in sorted(versions)},
         moments=tuple(_moments(data, name)),

@@ -6,6 +6,7 @@ Rules:
 - A line whose text was edited is the same line, if file and function are the same and the texts are alike; so
   is one that was moved to another function.
 - A line that is reached by another way, with the same bytes, has not changed: code that was wrapped or moved.
+- Nor has a tensor that another line of the same function makes now: one line that was split into two.
 - The largest change comes first, of those that go the way of the sum.
 - What is all new (or gone) below one line is one change of that line: the call of a model that used to run
   under `no_grad`, not the ten lines inside the model. So is what a line leads to that was edited, where no
@@ -33,6 +34,7 @@ from batchfit._check.pure.record import (
 _MOSTLY_NEW = 20  # times as many bytes as before, below one line
 _ALIKE_TEXT = 0.6  # of two texts of one line, before and after an edit
 _LARGE_SHARE = 0.01  # of the peak: what a line makes is worth a word
+_Maker = tuple[tuple[str, ...], str, str, str, tuple[str, str]]
 _SAME_STATE = 0.05  # of state per weight: what rounding to blocks makes of it in a small model
 
 
@@ -111,7 +113,7 @@ def line_changes(before: PeakRecord, now: PeakRecord) -> list[Difference]:
         earlier, later = (_at_one_place(rows, "optimizer", place) for rows in (earlier, later))
     old = _texts(earlier)
     edited = edited_lines(old, _texts(later))
-    earlier = _rerouted(_with_texts(earlier, edited), later)
+    earlier = _split(_rerouted(_with_texts(earlier, edited), later), later)
     origins = {after: text for text, after in edited.items()}
     found = row_changes(earlier, later, other=_texts(later) - old)
     return [replace(one, before_text=origins.get(one.chain[-1], "")) for one in found]
@@ -254,6 +256,44 @@ def _rerouted(before: Sequence[HeldRow], now: Sequence[HeldRow]) -> list[HeldRow
             if left or not row.size:
                 found.append(row._replace(size=left))
     return found
+
+
+def _split(before: Sequence[HeldRow], now: Sequence[HeldRow]) -> list[HeldRow]:
+    """The rows before, where a new line of a function makes what another line of it has made, at the new one.
+
+    It is the same if it is of one kind, operation and dtype, and no more than the old line holds less.
+    """
+    known = {(row.chain, row.kind) for row in before}
+    sizes: Counter[tuple[tuple[str, ...], str]] = Counter()
+    new: dict[_Maker, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    for row in now:
+        sizes[row.chain, row.kind] += row.size
+        maker = _maker(row)
+        if maker is not None and (row.chain, row.kind) not in known:
+            new[maker][row.chain] += row.size
+    found: list[HeldRow] = []
+    for row in before:
+        maker = _maker(row)
+        room = Counter() if maker is None else new.get(maker, Counter())
+        left, less = row.size, row.size - sizes[row.chain, row.kind]
+        for chain in room:
+            moved = max(min(less, room[chain]), 0)
+            if moved:
+                found.append(row._replace(chain=chain, size=moved))
+                room[chain] -= moved
+                left -= moved
+                less -= moved
+        if left or not row.size:
+            found.append(row._replace(size=left))
+    return found
+
+
+def _maker(row: HeldRow) -> _Maker | None:
+    """The function that makes a row, how it is reached, and what it makes; None without a line."""
+    place = SourcePlace.parsed(row.chain[-1])
+    if not place.file or not row.of:
+        return None
+    return row.chain[:-1], place.file, place.function, row.kind, TensorMade.parsed(row.of).kind
 
 
 def _ways(rows: Iterable[HeldRow]) -> dict[tuple[str, str], dict[tuple[str, ...], HeldRow]]:

@@ -25,14 +25,14 @@ _KEYS = tuple(name.replace("_", "-") for name, _, _ in flags_in(CheckOptions) if
 @final
 @dataclass(frozen=True, slots=True)
 class ProjectChecks:
-    """The targets of a project, each with the flags for it, and the flags for all others."""
+    """The targets of a project, each with all flags for it, and the flags for those that are not listed."""
 
     targets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shared: Mapping[str, Any] = field(default_factory=dict)
 
     def flags_of(self, target: str) -> dict[str, Any]:
         """The flags for a target, in the list or not."""
-        return {**self.shared, **self.targets.get(target, {})}
+        return dict(self.targets.get(target, self.shared))
 
 
 def read_project(text: str, *, name: str) -> ProjectChecks:
@@ -48,7 +48,7 @@ def read_project(text: str, *, name: str) -> ProjectChecks:
     listed = data.get("targets", [])
     if not isinstance(listed, list):
         raise ValueError(f"targets of {TABLE} in {name} must be a list, not {listed!r:.80}")
-    shared = _flags({key: value for key, value in data.items() if key != "targets"}, name)
+    shared = _flags({key: value for key, value in data.items() if key != "targets"}, name, "targets")
     targets: dict[str, dict[str, Any]] = {}
     for one in listed:
         entry = {"target": one} if isinstance(one, str) else one
@@ -57,12 +57,23 @@ def read_project(text: str, *, name: str) -> ProjectChecks:
             raise ValueError(f"each of targets of {TABLE} in {name} must name a target, not {one!r:.80}")
         if target in targets:
             raise ValueError(f"targets of {TABLE} in {name} must name {target!r} once, not twice")
-        targets[target] = _flags({key: value for key, value in entry.items() if key != "target"}, name)
-    return ProjectChecks(targets, shared)
+        flags = _flags({key: value for key, value in entry.items() if key != "target"}, name, "target")
+        targets[target] = _checked({**shared, **flags}, f"{target} in {TABLE} of {name}")
+    return ProjectChecks(targets, _checked(shared, f"{TABLE} in {name}"))
 
 
-def _flags(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _flags(table: Mapping[str, Any], name: str, also: str) -> dict[str, Any]:
     for key in table:
         if key not in _KEYS:
-            raise ValueError(f"{TABLE} in {name} must have keys among {', '.join(_KEYS)}, not {key!r}")
+            known = ", ".join((also, *_KEYS))
+            raise ValueError(f"{TABLE} in {name} must have keys among {known}, not {key!r}")
     return {key.replace("-", "_"): value for key, value in table.items()}
+
+
+def _checked(flags: dict[str, Any], where: str) -> dict[str, Any]:
+    """The flags, which must be options by themselves: what is wrong is then no flag that was typed."""
+    try:
+        CheckOptions(**flags)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{error} ({where})") from None
+    return flags

@@ -1,4 +1,4 @@
-"""The peak of a step as a baseline keeps it: what holds it, by source line, module and kind.
+"""The record of a step's peak, as a baseline stores it: what holds it, by source line, module and kind.
 
 Rules:
 - A line goes by its file, its function and its code text, never by its number: numbers shift when lines are

@@ -2,19 +2,21 @@
 
 Rules: flags are keywords of `check_memory`; what is not given comes from `[tool.batchfit.check]` in the
 `pyproject.toml` of the current folder. Without TARGET all targets of that table are checked, one after the
-other; one that fails does not keep the others from being checked.
+other; one that fails, or cannot be traced, does not keep the others from being checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchfit._charts.check_page import check_lines
-from batchfit._charts.text import Line
+from batchfit._charts.check_page import check_error_markdown, check_lines
+from batchfit._charts.text_charts import Line
 from batchfit._check.pure.options import BASELINE, CheckOptions
 from batchfit._check.pure.project import TABLE, ProjectChecks, read_project
 from batchfit._cli.delivery import RenderedAnswer, run_answer
@@ -43,12 +45,40 @@ class TargetCheck:
         return " ".join([self.call.target, *(["--", *self.call.arguments] if self.call.arguments else [])])
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenTarget:
+    """One of several targets that could not be checked."""
+
+    name: str
+    failed: CommandFailed
+
+    @property
+    def json(self) -> str:
+        """`{"kind": "check_error", "name": ..., "error": ...}`."""
+        found = {"kind": "check_error", "name": self.name, "error": self.failed.text}
+        return json.dumps(found, indent=2, ensure_ascii=False)
+
+    def lines(self, width: int) -> list[Line]:
+        """That it could not be checked, and why."""
+        why = textwrap.wrap(f"{self.name}: {self.failed.text}", width, break_on_hyphens=False)
+        details = self.failed.details.splitlines()
+        return [[("NOT CHECKED", "warn")], *([(one, "")] for one in [*details, *why])]
+
+
 def check_targets(call: TargetCall) -> Code:
     """Check a target, or without one (an empty text) all targets of the project."""
     wanted = _wanted(call)
 
     def answer(progress: ProgressDisplay) -> RenderedAnswer:
-        return rendered([_checked(one, progress) for one in wanted])
+        if len(wanted) == 1:
+            return rendered([_checked(wanted[0], progress)])
+        checks, broken = [], []
+        for one in wanted:
+            try:
+                checks.append(_checked(one, progress))
+            except CommandFailed as failed:
+                broken.append(BrokenTarget(one.name, failed))
+        return rendered(checks, broken)
 
     call.delivery.check()
     return run_answer(call.delivery, answer)
@@ -128,20 +158,24 @@ def _checked(one: TargetCheck, progress: ProgressDisplay) -> MemoryCheck:
         return load_and_work(one.call, one.given, work, progress, command="check")
 
 
-def rendered(checks: list[MemoryCheck]) -> RenderedAnswer:
-    """The checks, ready to go out: one as its JSON, several as a list."""
-    texts = [one.to_json() for one in checks]
+def rendered(checks: Sequence[MemoryCheck], broken: Sequence[BrokenTarget] = ()) -> RenderedAnswer:
+    """The checks, ready to go out: one as its JSON, several as a list, with those that failed at its end."""
+    texts = [*(one.to_json() for one in checks), *(one.json for one in broken)]
+    code = Code.FOUND if all(one.passed for one in checks) else Code.MORE_MEMORY
+    parts = [one.to_markdown() for one in checks]
+    parts += [check_error_markdown(one.name, one.failed.text) for one in broken]
     return RenderedAnswer(
         json=texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]",
-        lines=lambda width, plain: _lines(checks, width, plain=plain),
-        markdown="\n".join(one.to_markdown() for one in checks),
-        code=Code.FOUND if all(one.passed for one in checks) else Code.MORE_MEMORY,
+        lines=lambda width, plain: _lines(checks, broken, width, plain=plain),
+        markdown="\n".join(parts),
+        code=broken[0].failed.code if broken else code,
     )
 
 
-def _lines(checks: list[MemoryCheck], width: int, *, plain: bool) -> list[Line]:
-    found: list[Line] = []
-    for number, one in enumerate(checks):
-        found += [[]] if number else []
-        found += check_lines(one, width=width, plain=plain)
-    return found
+def _lines(
+    checks: Sequence[MemoryCheck], broken: Sequence[BrokenTarget], width: int, *, plain: bool
+) -> list[Line]:
+    screens = [check_lines(one, width=width, plain=plain) for one in checks]
+    screens += [one.lines(width) for one in broken]
+    between: list[Line] = [[]]
+    return [line for number, screen in enumerate(screens) for line in (between if number else []) + screen]

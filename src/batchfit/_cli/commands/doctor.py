@@ -18,9 +18,9 @@ from typing import Any, TextIO
 
 import batchfit
 from batchfit._cli.exits import Code
-from batchfit._cli.features import known_features
 from batchfit._cli.output import stdout_for_results
 from batchfit._cli.progress import is_terminal, progress_here, speaks
+from batchfit._cli.torch_features import known_features
 from batchfit._units import format_bytes
 
 REQUIRED = ("torch", "pydantic", "typer", "rich")

@@ -83,11 +83,16 @@ def facts(
     return lines
 
 
-def how_to_use(batch_size: int, samples: int | None, *, each: str = "") -> list[tuple[str, str]]:
-    """The answer as a line of a program; a batch that is larger than the dataset would never be full."""
+def how_to_use(
+    batch_size: int, samples: int | None, *, each: str = "", use: Callable[[int], str] | None = None
+) -> list[tuple[str, str]]:
+    """The answer as a line of a program, or what `use` makes of a size.
+
+    A batch that is larger than the dataset would never be full.
+    """
     usable = batch_size if samples is None else min(batch_size, samples)
-    use = ("use it", f"DataLoader(dataset, batch_size={usable}){each}")
-    return [*dataset_note(batch_size, samples), use]
+    line = f"DataLoader(dataset, batch_size={usable}){each}" if use is None else use(usable)
+    return [*dataset_note(batch_size, samples), ("use it", line)]
 
 
 def dataset_note(batch_size: int, samples: int | None) -> list[tuple[str, str]]:

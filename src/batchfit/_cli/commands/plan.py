@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from batchfit import errors
-from batchfit._charts.plan_page import plan_lines
-from batchfit._charts.text import Line
+from batchfit._charts.plan_page import microbatch, plan_lines
+from batchfit._charts.text_charts import Line
 from batchfit._cli.delivery import RenderedAnswer, run_answer
 from batchfit._cli.exits import Code, CommandFailed, checked_options
 from batchfit._cli.progress import ProgressDisplay
@@ -96,8 +96,10 @@ def _to_paste(found: Plan, paste: str | None) -> list[Line]:
     for column in found.columns:
         row = found.best(column.title)
         if row is None:
+            lines += [[], [(f"# {column.title}: no row is recommended, so there is nothing to paste", "dim")]]
             continue
         cell = row.cells[found.columns.index(column)]
+        cell = cell.model_copy(update={"batch_size": microbatch(found, column, cell)})
         lines += [[], [(f"# {column.title}: {row.setting}", "head")]]
         lines += [[(line, "")] for line in pasted(row, cell, paste, seq_len=found.seq_len).splitlines()]
     return lines

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.memory_page import fact, operation_name
-from batchfit._charts.text import Level, Line, curves
+from batchfit._charts.text_charts import Level, Line, curves
 from batchfit._cli.commands.find_answer import dataset_note, how_to_use
 from batchfit._cli.delivery import RenderedAnswer
 from batchfit._cli.exits import Code, CommandFailed, wrong_flag
@@ -73,12 +73,14 @@ def predict_target(call: TargetCall) -> Code:
     return run_on_target(call, work, command="predict")
 
 
-def rendered(found: Predicted, text: str, next_command: str) -> RenderedAnswer:
-    """The answer of all GPUs, ready to go out; `text` is what was predicted."""
+def rendered(
+    found: Predicted, text: str, next_command: str, *, use: Callable[[int], str] | None = None
+) -> RenderedAnswer:
+    """The answer of all GPUs, ready to go out; `text` is what was predicted, `use` how a size is used."""
     return RenderedAnswer(
         json=as_json(found),
         lines=lambda width, plain: prediction_lines(
-            found, next_command=next_command, width=width, plain=plain
+            found, next_command=next_command, use=use, width=width, plain=plain
         ),
         draw=lambda path: _draw_file(found, path, title=text),
         code=Code.FOUND if any(row.batch_size for row in found.rows) else Code.NOTHING_FITS,
@@ -160,7 +162,14 @@ def as_json(found: Predicted) -> str:
     return json.dumps(answers, indent=2)
 
 
-def prediction_lines(found: Predicted, *, next_command: str, width: int, plain: bool) -> list[Line]:
+def prediction_lines(
+    found: Predicted,
+    *,
+    next_command: str,
+    width: int,
+    plain: bool,
+    use: Callable[[int], str] | None = None,
+) -> list[Line]:
     """The answer, the table, the picture, and the facts behind it."""
     return [
         [(_headline(found), "good")],
@@ -169,7 +178,7 @@ def prediction_lines(found: Predicted, *, next_command: str, width: int, plain: 
         [],
         *_picture(found, width, plain=plain),
         [],
-        *_facts(found, next_command, width),
+        *_facts(found, next_command, use, width),
     ]
 
 
@@ -233,7 +242,7 @@ def _picture(found: Predicted, width: int, *, plain: bool) -> list[Line]:
     )
 
 
-def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
+def _facts(found: Predicted, next_command: str, use: Callable[[int], str] | None, width: int) -> list[Line]:
     """The facts behind the answer, and how to use it."""
     first = found.predictions[0]
     doing = f", at {operation_name(first.peak_operation)}" if first.peak_operation else ""
@@ -246,7 +255,10 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     elapsed_s = sum(one.elapsed_s for one in found.predictions)
     facts.append(("traced", f"at sizes {sizes} in {elapsed_s:.1f} s"))
     largest = max(row.batch_size for row in found.rows)
-    facts += (how_to_use if len(found.rows) == 1 else dataset_note)(largest, first.samples)
+    if len(found.rows) == 1:
+        facts += how_to_use(largest, first.samples, use=use)
+    else:
+        facts += dataset_note(largest, first.samples)
     if next_command and first.based_on == "no GPU":
         here = (
             "on the GPU, with batchfit find"
@@ -289,10 +301,10 @@ def _of_row(row: Row, found: Predicted) -> str:
     return f"{row.card}, {format_bytes(row.budget_bytes)}: "
 
 
-def next_command(found: Predicted, explain: str, end: str = "") -> str:
+def next_command(found: Predicted, explain: str, end: str = "", *, most: int | None = None) -> str:
     """The command that explains the first answer, about the same memory; none where nothing fits.
 
-    `explain` is how it begins, `end` what comes last.
+    `explain` is how it begins, `end` what comes last, `most` the largest size that can be explained.
     """
     row = next((row for row in found.rows if row.batch_size), None)
     if row is None:
@@ -307,7 +319,8 @@ def next_command(found: Predicted, explain: str, end: str = "") -> str:
     ranks = f" --ranks {first.ranks}" if first.ranks > 1 else ""
     ranks += f" --shard {first.shard}" if first.shard else ""
     ranks += " --offload" if first.offload else ""
-    return f"{explain} --batch-size {row.batch_size}{memory}{ranks}{end}"
+    size = row.batch_size if most is None else min(row.batch_size, most)
+    return f"{explain} --batch-size {size}{memory}{ranks}{end}"
 
 
 def _confidence(found: Predicted) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchfit._charts.memory_page import fact
-from batchfit._charts.text import Line
+from batchfit._charts.text_charts import Line
 from batchfit._cli.delivery import show
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.output import check_writable

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchfit._charts.text import Line, bar
+from batchfit._charts.text_charts import Line, bar
 from batchfit._cli.commands.schedule_flags import ShowSettings
 from batchfit._cli.commands.schedule_limit import ScheduleLimit
 from batchfit._cli.delivery import Delivery, RenderedAnswer, deliver
 from batchfit._cli.exits import Code, CommandFailed, wrong_flag
 from batchfit._engine.sizing.pure.sizes import balanced
-from batchfit._schedule.pure.bound import BoundPlan
+from batchfit._schedule.pure.bound_plan import BoundPlan
 from batchfit._schedule.pure.lr_rules import LRRule
-from batchfit._schedule.pure.plan import Constant, Foreseen, Phase, phases, updates_of
+from batchfit._schedule.pure.phases import Constant, Foreseen, Phase, phases, updates_of
 from batchfit._units import format_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -197,11 +197,11 @@ def over_what_fits(found: Sequence[Phase], fits: int | None, world_size: int) ->
         local = -(-phase.size // world_size)
         if fits is None or local <= fits or phase.size in warnings:
             continue
-        pieces = balanced(local, fits)
+        sizes = balanced(local, fits)
         part = "" if world_size == 1 else f" ({local} on a rank)"
         warnings[phase.size] = (
             f"from epoch {phase.from_epoch} on {phase.size}{part} is more than the {fits} that fit: run it "
-            f"as {len(pieces)} microbatches of {pieces[0]} (batchfit.Microbatcher), with no more samples/s"
+            f"as {len(sizes)} microbatches of {sizes[0]} (batchfit.Microbatcher), with no more samples/s"
         )
     return tuple(warnings.values())
 

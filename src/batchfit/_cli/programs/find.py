@@ -73,7 +73,7 @@ def program_job(template: CommandTemplate, options: FindOptions, stored: StoredN
             on_step=watch.step,
         )
         own = program_trials(target, options, stored)
-        watch.unseen = own.unseen
+        watch.caveats_of = own.caveats
         return own
 
     job = SearchJob(

@@ -21,7 +21,7 @@ from batchfit._files import write_atomically
 from batchfit._find.pure.options import FindOptions
 from batchfit._options import flags_in
 from batchfit._program.pure.run_options import RunOptions
-from batchfit._program.pure.template import NO_PLACE, isolating_flag
+from batchfit._program.pure.template import NO_PLACE, OUT, isolating_flag
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _run(
         out="" if options.out is None else str(options.out),
         say=_say,
     )
-    _say(f"running {template.shown(size)}")
+    _say(f"running {template.shown(size, out=run.out or OUT)}")
     flush_own_streams()
     try:
         starts = run.to_the_end(size)

@@ -57,8 +57,9 @@ def predict_program(call: ProgramCall) -> Code:
 
         with known_failures("predict", call.flags):
             found = predict_command.predicted(predict, wanted, progress, text)
-        explain = predict_command.next_command(found, "batchfit explain", f" -- {text}")
-        return predict_command.rendered(found, text, explain)
+        most = known[0].most_size if known else None
+        explain = predict_command.next_command(found, "batchfit explain", f" -- {text}", most=most)
+        return predict_command.rendered(found, text, explain, use=template.shown)
 
     return run_answer(call.delivery, answer)
 

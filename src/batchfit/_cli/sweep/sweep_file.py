@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._documents import Document, parse_document, read_lined
+from batchfit._config_files import Document, parse_document, read_lined
 from batchfit._sweep.pure.estimates import estimate_of
 from batchfit._sweep.pure.grid import Entry, GridError, did_you_mean, plan
 from batchfit._sweep.pure.options import file_keys

@@ -1,4 +1,4 @@
-"""What a CUDA device's memory would do: PyTorch's caching allocator, replayed in plain Python.
+"""PyTorch's CUDA caching allocator in plain Python: what an allocation or a free does, without a GPU.
 
 Rules (those of `CUDACachingAllocator.cpp`, settings as torch 2.13 reads them: a key that is
 not known is ignored, a value that torch refuses is refused):

@@ -1,4 +1,4 @@
-"""What a step takes of memory as a function of its batch size: one line per allocation.
+"""A step's memory as a function of its batch size: bytes = fixed + per sample, for each allocation.
 
 Rules:
 - A `Trace` is what a step allocated and freed at one size, in order. Two traces whose streams have the same
@@ -178,7 +178,7 @@ def _made_by(origin: Origin) -> tuple[str, str, str]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PeakLine:
     """One straight segment of the peak: from `size` on, the peak is a line in the size, at event `moment`."""
 
     size: float
@@ -295,7 +295,7 @@ class Footprint:
         ]
         return round(max(accumulate(live), default=0))
 
-    def pieces(self, largest: float = float("inf")) -> list[Segment]:
+    def peak_lines(self, largest: float = float("inf")) -> list[PeakLine]:
         """The straight segments of the peak from size 1 up, exactly: the upper envelope of all moments."""
         fixed, slopes = self.live_lines()
         best: dict[float, int] = {}
@@ -320,7 +320,7 @@ class Footprint:
         for index, (slope, at_zero, moment) in enumerate(hull):
             ends = starts[index + 1] if index + 1 < len(hull) else float("inf")
             if ends > 1 and starts[index] <= largest:
-                found.append(Segment(max(1.0, starts[index]), moment, at_zero, slope))
+                found.append(PeakLine(max(1.0, starts[index]), moment, at_zero, slope))
         return found
 
     def upper_bound(
@@ -331,8 +331,8 @@ class Footprint:
         `extra` is what the footprint does not show: fixed bytes, and bytes per sample.
         """
         bound = float("inf") if most is None else float(most)
-        for piece in self.pieces():
-            fixed, slope = piece.fixed + extra[0], piece.per_sample + extra[1]
+        for line in self.peak_lines():
+            fixed, slope = line.fixed + extra[0], line.per_sample + extra[1]
             if slope > 0:
                 bound = min(bound, (capacity_bytes - fixed) / slope)
             elif fixed > capacity_bytes:

@@ -1,5 +1,8 @@
 """The GPUs that a prediction can be made for: usable bytes, and what changes memory there.
 
+A new GPU is a row of `GPUS` here, one of `PEAKS` in `_plan/pure/speed.py` (without it `plan` says no
+speed), and one in `_profile/pure/peak_flops.py` (without it `profile` says no share of the peak).
+
 Rules: `usable_bytes` is what a program's tensors can have once the driver and the CUDA context have taken
 theirs: the total that CUDA reports, less what a context took on the GPU that we measured. The total is
 - "measured": by us;
@@ -21,9 +24,10 @@ from typing import Literal, final
 
 GIB = 2**30
 MIB = 2**20
+_SHOWN = 8  # names that are like one that is not known
 _CONTEXT = 560 * MIB  # an H200 after the first kernel, torch 2.11
 Memory = Literal["gddr", "ecc", "hbm", "decimal"]
-Source = Literal["measured", "reported", "nominal"]
+Source = Literal["measured", "reported", "nominal", "given"]  # of the memory
 _LOST = {"gddr": 0.04, "ecc": 0.09, "hbm": 0.02, "decimal": 0.09}
 _NO_LONGER_BUILT = (7, 5)  # CUDA 13's compilers make no kernels for what is older
 
@@ -63,8 +67,8 @@ class Gpu:
         """What a prediction for it should say."""
         found = [self.note] if self.note else []
         if not self.measured:
-            of = {"reported": "what CUDA reports there", "nominal": f"derived from {self.box_gb} GB nominal"}
-            memory = of.get(self.source, "")
+            of = {"reported": "what CUDA reports there", "given": "what was given"}
+            memory = of.get(self.source, f"derived from {self.box_gb} GB nominal")
             found.append(f"{self.name} itself: not measured by us; its memory is {memory}")
         if self.capability < _NO_LONGER_BUILT:
             major, minor = self.capability
@@ -75,7 +79,7 @@ class Gpu:
         return tuple(found)
 
 
-def _card(
+def _gpu(
     name: str,
     box_gb: int,
     capability: tuple[int, int],
@@ -98,115 +102,115 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         # Data centres
-        _card("gb300", 288, (10, 3), 148, "decimal"),
-        _card("b300", 288, (10, 3), 148, "decimal"),
-        _card("gb200", 192, (10, 0), 148, "decimal"),
-        _card("b200", 192, (10, 0), 148, "decimal", reported=178.4),
-        _card("b100", 192, (10, 0), 148, "decimal"),
-        _card("h200", 141, (9, 0), 132, "hbm", reported=139.8, measured=True),
-        _card("h200-nvl", 141, (9, 0), 132, "hbm"),
-        _card("h100", 80, (9, 0), 132, "hbm", reported=79.1),
-        _card("h100-pcie", 80, (9, 0), 114, "hbm"),
-        _card("h100-nvl", 94, (9, 0), 132, "hbm"),
-        _card("h800", 80, (9, 0), 132, "hbm"),
-        _card("h20", 96, (9, 0), 78, "hbm"),
-        _card("gh200", 96, (9, 0), 132, "hbm", reported=94.5),
-        _card("gh200-144gb", 144, (9, 0), 132, "decimal"),
-        _card("a100-80gb", 80, (8, 0), 108, "hbm", reported=79.1),
-        _card("a100-40gb", 40, (8, 0), 108, "hbm", reported=39.4),
-        _card("a800-80gb", 80, (8, 0), 108, "hbm"),
-        _card("a800-40gb", 40, (8, 0), 108, "hbm"),
-        _card("a30", 24, (8, 0), 56, "hbm", reported=23.5),
-        _card("l40s", 48, _ADA, 142, "ecc", reported=44.4),
-        _card("l40", 48, _ADA, 142, "ecc"),
-        _card("l20", 48, _ADA, 92, "ecc"),
-        _card("l4", 24, _ADA, 58, "ecc", reported=22.0),
-        _card("a40", 48, _AMPERE, 84, "ecc"),
-        _card("a16", 16, _AMPERE, 10, "ecc"),
-        _card("a10", 24, _AMPERE, 72, "ecc"),
-        _card("a10g", 24, _AMPERE, 80, "ecc", reported=22.0),
-        _card("a2", 16, _AMPERE, 10, "ecc"),
-        _card("t4", 16, _TURING, 40, "ecc", reported=14.6),
-        _card("v100-32gb", 32, (7, 0), 80, "hbm", reported=31.7),
-        _card("v100-16gb", 16, (7, 0), 80, "hbm", reported=15.8),
-        _card("p100-16gb", 16, (6, 0), 56, "hbm"),
-        _card("p100-12gb", 12, (6, 0), 56, "hbm"),
-        _card("p40", 24, _PASCAL, 30, "ecc"),
+        _gpu("gb300", 288, (10, 3), 148, "decimal"),
+        _gpu("b300", 288, (10, 3), 148, "decimal"),
+        _gpu("gb200", 192, (10, 0), 148, "decimal"),
+        _gpu("b200", 192, (10, 0), 148, "decimal", reported=178.4),
+        _gpu("b100", 192, (10, 0), 148, "decimal"),
+        _gpu("h200", 141, (9, 0), 132, "hbm", reported=139.8, measured=True),
+        _gpu("h200-nvl", 141, (9, 0), 132, "hbm"),
+        _gpu("h100", 80, (9, 0), 132, "hbm", reported=79.1),
+        _gpu("h100-pcie", 80, (9, 0), 114, "hbm"),
+        _gpu("h100-nvl", 94, (9, 0), 132, "hbm"),
+        _gpu("h800", 80, (9, 0), 132, "hbm"),
+        _gpu("h20", 96, (9, 0), 78, "hbm"),
+        _gpu("gh200", 96, (9, 0), 132, "hbm", reported=94.5),
+        _gpu("gh200-144gb", 144, (9, 0), 132, "decimal"),
+        _gpu("a100-80gb", 80, (8, 0), 108, "hbm", reported=79.1),
+        _gpu("a100-40gb", 40, (8, 0), 108, "hbm", reported=39.4),
+        _gpu("a800-80gb", 80, (8, 0), 108, "hbm"),
+        _gpu("a800-40gb", 40, (8, 0), 108, "hbm"),
+        _gpu("a30", 24, (8, 0), 56, "hbm", reported=23.5),
+        _gpu("l40s", 48, _ADA, 142, "ecc", reported=44.4),
+        _gpu("l40", 48, _ADA, 142, "ecc"),
+        _gpu("l20", 48, _ADA, 92, "ecc"),
+        _gpu("l4", 24, _ADA, 58, "ecc", reported=22.0),
+        _gpu("a40", 48, _AMPERE, 84, "ecc"),
+        _gpu("a16", 16, _AMPERE, 10, "ecc"),
+        _gpu("a10", 24, _AMPERE, 72, "ecc"),
+        _gpu("a10g", 24, _AMPERE, 80, "ecc", reported=22.0),
+        _gpu("a2", 16, _AMPERE, 10, "ecc"),
+        _gpu("t4", 16, _TURING, 40, "ecc", reported=14.6),
+        _gpu("v100-32gb", 32, (7, 0), 80, "hbm", reported=31.7),
+        _gpu("v100-16gb", 16, (7, 0), 80, "hbm", reported=15.8),
+        _gpu("p100-16gb", 16, (6, 0), 56, "hbm"),
+        _gpu("p100-12gb", 12, (6, 0), 56, "hbm"),
+        _gpu("p40", 24, _PASCAL, 30, "ecc"),
         # Workstations
-        _card("rtx-pro6000", 96, _BLACKWELL, 188, reported=94.9),
-        _card("rtx-pro5000", 48, _BLACKWELL, 110),
-        _card("rtx-pro4500", 32, _BLACKWELL, 82),
-        _card("rtx-pro4000", 24, _BLACKWELL, 70),
-        _card("rtx6000-ada", 48, _ADA, 142, reported=47.4),
-        _card("rtx5000-ada", 32, _ADA, 100),
-        _card("rtx4500-ada", 24, _ADA, 60),
-        _card("rtx4000-ada", 20, _ADA, 48),
-        _card("rtx2000-ada", 16, _ADA, 22),
-        _card("a6000", 48, _AMPERE, 84, reported=47.4),
-        _card("a5500", 24, _AMPERE, 80),
-        _card("a5000", 24, _AMPERE, 64),
-        _card("a4500", 20, _AMPERE, 56),
-        _card("a4000", 16, _AMPERE, 48, reported=15.6),
-        _card("a2000-12gb", 12, _AMPERE, 26),
-        _card("a2000-6gb", 6, _AMPERE, 26),
-        _card("quadro-rtx8000", 48, _TURING, 72, reported=47.4),
-        _card("quadro-rtx6000", 24, _TURING, 72),
-        _card("quadro-rtx5000", 16, _TURING, 48),
-        _card("quadro-rtx4000", 8, _TURING, 36),
+        _gpu("rtx-pro6000", 96, _BLACKWELL, 188, reported=94.9),
+        _gpu("rtx-pro5000", 48, _BLACKWELL, 110),
+        _gpu("rtx-pro4500", 32, _BLACKWELL, 82),
+        _gpu("rtx-pro4000", 24, _BLACKWELL, 70),
+        _gpu("rtx6000-ada", 48, _ADA, 142, reported=47.4),
+        _gpu("rtx5000-ada", 32, _ADA, 100),
+        _gpu("rtx4500-ada", 24, _ADA, 60),
+        _gpu("rtx4000-ada", 20, _ADA, 48),
+        _gpu("rtx2000-ada", 16, _ADA, 22),
+        _gpu("a6000", 48, _AMPERE, 84, reported=47.4),
+        _gpu("a5500", 24, _AMPERE, 80),
+        _gpu("a5000", 24, _AMPERE, 64),
+        _gpu("a4500", 20, _AMPERE, 56),
+        _gpu("a4000", 16, _AMPERE, 48, reported=15.6),
+        _gpu("a2000-12gb", 12, _AMPERE, 26),
+        _gpu("a2000-6gb", 6, _AMPERE, 26),
+        _gpu("quadro-rtx8000", 48, _TURING, 72, reported=47.4),
+        _gpu("quadro-rtx6000", 24, _TURING, 72),
+        _gpu("quadro-rtx5000", 16, _TURING, 48),
+        _gpu("quadro-rtx4000", 8, _TURING, 36),
         # GeForce
-        _card("rtx5090", 32, _BLACKWELL, 170, reported=31.4),
-        _card("rtx5090-laptop", 24, _BLACKWELL, 82),
-        _card("rtx5080", 16, _BLACKWELL, 84),
-        _card("rtx5080-laptop", 16, _BLACKWELL, 60),
-        _card("rtx5070-ti", 16, _BLACKWELL, 70),
-        _card("rtx5070-ti-laptop", 12, _BLACKWELL, 46),
-        _card("rtx5070", 12, _BLACKWELL, 48),
-        _card("rtx5070-laptop", 8, _BLACKWELL, 36),
-        _card("rtx5060-ti-16gb", 16, _BLACKWELL, 36, reported=15.4),
-        _card("rtx5060-ti-8gb", 8, _BLACKWELL, 36),
-        _card("rtx5060", 8, _BLACKWELL, 30),
-        _card("rtx4090", 24, _ADA, 128, reported=23.5),
-        _card("rtx4090-d", 24, _ADA, 114),
-        _card("rtx4090-laptop", 16, _ADA, 76),
-        _card("rtx4080-super", 16, _ADA, 80),
-        _card("rtx4080", 16, _ADA, 76),
-        _card("rtx4080-laptop", 12, _ADA, 58),
-        _card("rtx4070-ti-super", 16, _ADA, 66),
-        _card("rtx4070-ti", 12, _ADA, 60),
-        _card("rtx4070-super", 12, _ADA, 56),
-        _card("rtx4070", 12, _ADA, 46),
-        _card("rtx4070-laptop", 8, _ADA, 36),
-        _card("rtx4060-ti-16gb", 16, _ADA, 34),
-        _card("rtx4060-ti-8gb", 8, _ADA, 34),
-        _card("rtx4060", 8, _ADA, 24),
-        _card("rtx4060-laptop", 8, _ADA, 24, reported=7.75),
-        _card("rtx4050-laptop", 6, _ADA, 20),
-        _card("rtx3090-ti", 24, _AMPERE, 84),
-        _card("rtx3090", 24, _AMPERE, 82, reported=23.7),
-        _card("rtx3080-ti", 12, _AMPERE, 80),
-        _card("rtx3080-ti-laptop", 16, _AMPERE, 58),
-        _card("rtx3080-12gb", 12, _AMPERE, 70),
-        _card("rtx3080-10gb", 10, _AMPERE, 68, reported=9.75),
-        _card("rtx3080-laptop-16gb", 16, _AMPERE, 48),
-        _card("rtx3080-laptop-8gb", 8, _AMPERE, 48),
-        _card("rtx3070-ti", 8, _AMPERE, 48),
-        _card("rtx3070", 8, _AMPERE, 46, reported=7.78),
-        _card("rtx3070-laptop", 8, _AMPERE, 40),
-        _card("rtx3060-ti", 8, _AMPERE, 38),
-        _card("rtx3060", 12, _AMPERE, 28),
-        _card("rtx3060-laptop", 6, _AMPERE, 30, reported=5.8),
-        _card("rtx3050", 8, _AMPERE, 20),
-        _card("titan-rtx", 24, _TURING, 72),
-        _card("rtx2080-ti", 11, _TURING, 68, reported=10.56),
-        _card("rtx2080-super", 8, _TURING, 48),
-        _card("rtx2080", 8, _TURING, 46),
-        _card("rtx2070-super", 8, _TURING, 40),
-        _card("rtx2070", 8, _TURING, 36),
-        _card("rtx2060-super", 8, _TURING, 34),
-        _card("rtx2060", 6, _TURING, 30, reported=5.79),
-        _card("gtx1080-ti", 11, _PASCAL, 28, reported=10.9),
-        _card("gtx1080", 8, _PASCAL, 20),
-        _card("gtx1070", 8, _PASCAL, 15),
+        _gpu("rtx5090", 32, _BLACKWELL, 170, reported=31.4),
+        _gpu("rtx5090-laptop", 24, _BLACKWELL, 82),
+        _gpu("rtx5080", 16, _BLACKWELL, 84),
+        _gpu("rtx5080-laptop", 16, _BLACKWELL, 60),
+        _gpu("rtx5070-ti", 16, _BLACKWELL, 70),
+        _gpu("rtx5070-ti-laptop", 12, _BLACKWELL, 46),
+        _gpu("rtx5070", 12, _BLACKWELL, 48),
+        _gpu("rtx5070-laptop", 8, _BLACKWELL, 36),
+        _gpu("rtx5060-ti-16gb", 16, _BLACKWELL, 36, reported=15.4),
+        _gpu("rtx5060-ti-8gb", 8, _BLACKWELL, 36),
+        _gpu("rtx5060", 8, _BLACKWELL, 30),
+        _gpu("rtx4090", 24, _ADA, 128, reported=23.5),
+        _gpu("rtx4090-d", 24, _ADA, 114),
+        _gpu("rtx4090-laptop", 16, _ADA, 76),
+        _gpu("rtx4080-super", 16, _ADA, 80),
+        _gpu("rtx4080", 16, _ADA, 76),
+        _gpu("rtx4080-laptop", 12, _ADA, 58),
+        _gpu("rtx4070-ti-super", 16, _ADA, 66),
+        _gpu("rtx4070-ti", 12, _ADA, 60),
+        _gpu("rtx4070-super", 12, _ADA, 56),
+        _gpu("rtx4070", 12, _ADA, 46),
+        _gpu("rtx4070-laptop", 8, _ADA, 36),
+        _gpu("rtx4060-ti-16gb", 16, _ADA, 34),
+        _gpu("rtx4060-ti-8gb", 8, _ADA, 34),
+        _gpu("rtx4060", 8, _ADA, 24),
+        _gpu("rtx4060-laptop", 8, _ADA, 24, reported=7.75),
+        _gpu("rtx4050-laptop", 6, _ADA, 20),
+        _gpu("rtx3090-ti", 24, _AMPERE, 84),
+        _gpu("rtx3090", 24, _AMPERE, 82, reported=23.7),
+        _gpu("rtx3080-ti", 12, _AMPERE, 80),
+        _gpu("rtx3080-ti-laptop", 16, _AMPERE, 58),
+        _gpu("rtx3080-12gb", 12, _AMPERE, 70),
+        _gpu("rtx3080-10gb", 10, _AMPERE, 68, reported=9.75),
+        _gpu("rtx3080-laptop-16gb", 16, _AMPERE, 48),
+        _gpu("rtx3080-laptop-8gb", 8, _AMPERE, 48),
+        _gpu("rtx3070-ti", 8, _AMPERE, 48),
+        _gpu("rtx3070", 8, _AMPERE, 46, reported=7.78),
+        _gpu("rtx3070-laptop", 8, _AMPERE, 40),
+        _gpu("rtx3060-ti", 8, _AMPERE, 38),
+        _gpu("rtx3060", 12, _AMPERE, 28),
+        _gpu("rtx3060-laptop", 6, _AMPERE, 30, reported=5.8),
+        _gpu("rtx3050", 8, _AMPERE, 20),
+        _gpu("titan-rtx", 24, _TURING, 72),
+        _gpu("rtx2080-ti", 11, _TURING, 68, reported=10.56),
+        _gpu("rtx2080-super", 8, _TURING, 48),
+        _gpu("rtx2080", 8, _TURING, 46),
+        _gpu("rtx2070-super", 8, _TURING, 40),
+        _gpu("rtx2070", 8, _TURING, 36),
+        _gpu("rtx2060-super", 8, _TURING, 34),
+        _gpu("rtx2060", 6, _TURING, 30, reported=5.79),
+        _gpu("gtx1080-ti", 11, _PASCAL, 28, reported=10.9),
+        _gpu("gtx1080", 8, _PASCAL, 20),
+        _gpu("gtx1070", 8, _PASCAL, 15),
     )
 }
 DEFAULT = GPUS["h200"]  # whose rules are measured: taken where no GPU is named
@@ -250,7 +254,11 @@ def gpu_named(name: str) -> Gpu:
     names = [known for known in GPUS if len(plain) > 1 and plain in _plain(known)]
     near = get_close_matches(plain, map(_plain, GPUS), n=4, cutoff=0.7)
     names = names or [known for known in GPUS if _plain(known) in near]
-    hint = f" (like it: {', '.join(names)})" if names else ""
+    more = len(names) - _SHOWN
+    if more > 0:  # "rtx" alone is like 60
+        closest = get_close_matches(plain, map(_plain, names), n=_SHOWN, cutoff=0.0)
+        names = [known for known in names if _plain(known) in closest]
+    hint = f" (like it: {', '.join(names)}{f' and {more} more' if more > 0 else ''})" if names else ""
     raise ValueError(
         f"gpu must be one of those that `batchfit predict --list-gpus` lists, not {name!r}{hint}; budget "
         "takes any number of bytes"

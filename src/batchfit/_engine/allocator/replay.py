@@ -1,4 +1,4 @@
-"""Does a size fit? A footprint's steps, replayed through the caching allocator under a capacity.
+"""Whether a size fits: a footprint's steps, replayed through the caching allocator under a capacity.
 
 Rules:
 - Steps are repeated until the allocator settles: a size that gets through two steps may die in the eighth

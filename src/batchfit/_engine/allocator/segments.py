@@ -1,4 +1,4 @@
-"""Segments of the caching allocator: where the driver puts them, and the free blocks inside them.
+"""Segments of the caching allocator: the addresses that the driver gives them, and their free blocks.
 
 Where a segment lies decides which of two free blocks of equal size the caching allocator takes. No document
 says it: `AddressSpace` is what an H200 was seen to do.

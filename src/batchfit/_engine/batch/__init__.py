@@ -1,4 +1,4 @@
 """Batches: where they come from, how many samples they have, how they are cut and joined.
 
-Front door: `split.py`. A `Piece` is one microbatch of a plan.
+Front door: `split.py`. A `Microbatch` is one microbatch of a plan.
 """

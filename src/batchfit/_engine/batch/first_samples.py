@@ -1,4 +1,4 @@
-"""The first samples of an iterable dataset, read once: what a search has of a stream.
+"""The first samples of an iterable dataset, read once, so that a search can make batches of them.
 
 Rules
 - The dataset is iterated again for training, so nothing is lost to it; random numbers are where they were.
@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from batchfit._arguments import check_whole
 from batchfit._engine.batch.structure import leaves
-from batchfit._engine.torch_private.dispatch import tracing, unseen
+from batchfit._engine.torch_private.dispatch import modes_disabled, tracing
 from batchfit.errors import ReadOnceError
 
 log = logging.getLogger("batchfit")
@@ -108,7 +108,7 @@ class FirstSamples(Dataset[Any]):
         if not self._as_bytes[index]:
             return kept
         # Beside a trace, which would take each tensor for one of the step's own.
-        with unseen() if tracing() else nullcontext():
+        with modes_disabled() if tracing() else nullcontext():
             return pickle.loads(kept)
 
     def _read(self, stream: Iterable[Any], count: int) -> None:

@@ -1,4 +1,4 @@
-"""Samples of a dataset that are slow to read, kept as they were read: a search asks for them again and again.
+"""A cache of samples that are slow to read, since a search asks for the same ones again and again.
 
 Rules: a sample that took little time is read again, and so is one that cannot be pickled, or is a view of
 something larger. Samples are kept as bytes, which no count of tensors sees, and each is handed out as a new
@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.batch.structure import element_count, leaves
-from batchfit._engine.torch_private.dispatch import tracing, unseen
+from batchfit._engine.torch_private.dispatch import modes_disabled, tracing
 
 KEPT_BYTES = 2**28
 _SLOW_S = 2e-4  # to make a sample of bytes again takes about half of that
@@ -51,14 +51,14 @@ class Samples:
 
     def _made(self, index: int) -> Any:
         # Beside a trace, which would take each tensor for one of the step's own.
-        with unseen() if tracing() else nullcontext():
+        with modes_disabled() if tracing() else nullcontext():
             return pickle.loads(self._kept[index])
 
     def _keep(self, index: int, sample: Any) -> None:
         if index in self._kept or any(map(_is_part, leaves(sample))):
             return
         try:
-            with unseen() if tracing() else nullcontext():
+            with modes_disabled() if tracing() else nullcontext():
                 whole = pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
         except (pickle.PickleError, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
             return

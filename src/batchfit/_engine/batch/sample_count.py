@@ -6,7 +6,7 @@ Rules
   which. A reading is a number of samples with which every tensor has one row per sample, or is in such an
   item.
 - Where one reading is left it is taken. Where two are left, an earlier batch of the same structure or the
-  user's `count` decides, or one of the rules of `readings`; otherwise both are named in an error.
+  user's `count` decides, or one of the rules of `list_readings`; otherwise both are named in an error.
 - A list that alone says how many samples there are may be a list of batches (tasks), whose parts are of any
   sizes: a short one is an error as well, unless its items cannot be batches.
 - What was decided for a structure is kept; later batches cost one walk.
@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from batchfit._engine.batch.readings import (
+from batchfit._engine.batch.list_readings import (
     CandidateReading,
     Roles,
     candidates,

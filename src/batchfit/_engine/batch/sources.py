@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from batchfit._engine.batch.first_samples import READ_OF_A_STREAM, FirstSamples
-from batchfit._engine.batch.readings import CandidateReading
+from batchfit._engine.batch.list_readings import CandidateReading
 from batchfit._engine.batch.sample_cache import Samples
 from batchfit._engine.batch.sample_count import BatchReader, BatchReading
 from batchfit._engine.batch.structure import (
@@ -41,7 +41,7 @@ from batchfit._engine.batch.structure import (
     wrong_size,
 )
 from batchfit._engine.batch.token_source import SaysExtremes, TokenBatches
-from batchfit._engine.torch_private.dispatch import is_fake, tracing, unseen
+from batchfit._engine.torch_private.dispatch import is_fake, modes_disabled, tracing
 
 log = logging.getLogger("batchfit")
 
@@ -273,7 +273,7 @@ class Longest:
         if not tracing():
             return self._fetched(indices)
         if self._host_only:
-            with unseen():
+            with modes_disabled():
                 return self._repeated(indices)
         batch = self._fetched(indices)
         self._host_only = all(map(is_on_host, leaves(batch)))

@@ -1,4 +1,4 @@
-"""Cutting a batch of any structure into microbatches, and joining their outputs.
+"""Cuts a batch of any structure into microbatches, and joins their outputs.
 
 Rules
 - `reading` says how many samples a batch has, and which lists hold one item per sample. Tensors, arrays, such
@@ -26,7 +26,7 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.pure.pieces import Piece, Shape
+from batchfit._engine.batch.pure.microbatch import Microbatch, Shape
 from batchfit._engine.batch.sample_count import BatchReading
 from batchfit._engine.batch.structure import (
     children,
@@ -55,10 +55,10 @@ _MASK_TABLES = tuple(
 )
 
 
-def pieces(sizes: Sequence[int], start: int = 0) -> tuple[Piece, ...]:
+def microbatches(sizes: Sequence[int], start: int = 0) -> tuple[Microbatch, ...]:
     """A plan that cuts a batch in its own order, from the sample `start` on."""
     ends = list(accumulate(sizes, initial=start))[1:]
-    return tuple(Piece(slice(end - size, end), size) for size, end in zip(sizes, ends, strict=True))
+    return tuple(Microbatch(slice(end - size, end), size) for size, end in zip(sizes, ends, strict=True))
 
 
 def _mask_rows(mask: Any, rows: torch.Tensor) -> Any:
@@ -148,17 +148,19 @@ class Batch:
         """Counts of in-place writes: a batch that was written into cannot be tried again."""
         return [tensor._version for _, tensor in self.leaves if not tensor.is_inference()]
 
-    def micros(self, plan: Sequence[Piece], done: Sequence[Piece] = ()) -> list[Any]:
+    def micros(self, plan: Sequence[Microbatch], done: Sequence[Microbatch] = ()) -> list[Any]:
         """The microbatches of a plan for what `done` has left."""
         if self._cutter.split is not None:
-            return self._cutter.cut(self.batch, [piece.size for piece in (*done, *plan)])[len(done) :]
+            return self._cutter.cut(self.batch, [microbatch.size for microbatch in (*done, *plan)])[
+                len(done) :
+            ]
         if len(plan) + len(done) > 1 and not self._is_plain:
             _check_known(self.batch, "batch", self.samples, trimmed=self.trimmer is not None)
         if self.trimmer is not None:
-            return [self.take(piece.indices(self.length), piece.length) for piece in plan]
-        parts = [_taken(self.batch, piece.samples, self) for piece in plan]
+            return [self.take(microbatch.indices(self.length), microbatch.length) for microbatch in plan]
+        parts = [_taken(self.batch, microbatch.samples, self) for microbatch in plan]
         if len(plan) > 1 and not done and not self._is_plain:
-            sizes = [piece.size for piece in plan]
+            sizes = [microbatch.size for microbatch in plan]
             self._cutter.check(self.batch, parts, sizes, self.samples, self._key)
         return parts
 
@@ -170,17 +172,22 @@ class Batch:
 
     def cut(self, sizes: Sequence[int]) -> list[Any]:
         """Microbatches of those sizes, in the batch's order."""
-        return self.micros(pieces(sizes))
+        return self.micros(microbatches(sizes))
 
     def joined(
-        self, outputs: Sequence[Any], plan: Sequence[Piece], path: str = "output", *, is_ours: bool = False
+        self,
+        outputs: Sequence[Any],
+        plan: Sequence[Microbatch],
+        path: str = "output",
+        *,
+        is_ours: bool = False,
     ) -> Any:
         """What the microbatches of a plan returned, as the whole batch would have returned it.
 
         `is_ours`: it goes to a function that gets all of it, so that rows need not be those of samples.
         """
         if self.trimmer is None:
-            return joined(outputs, [piece.size for piece in plan], path, is_ours=is_ours)
+            return joined(outputs, [microbatch.size for microbatch in plan], path, is_ours=is_ours)
         width, side = self.trimmer.padded_length, self.trimmer.padding_side
         return restored(outputs, plan, padded_length=width, padding_side=side, path=path)
 

@@ -1,4 +1,4 @@
-"""Batches by tokens for a search: those shapes that need the most memory at a size, each in every step.
+"""Batches by tokens for a search: at each size the batch shapes that need the most memory.
 
 Rules
 - A size is `max_tokens`. Memory at it is that of the worst batch that training may meet: of the longest
@@ -67,30 +67,9 @@ class TokenBatches:
         return f"at most {max_tokens:,} tokens: {self.sampler.shapes(max_tokens)}"
 
 
-def makers_of(source: Any, size: int) -> list[Callable[[], Any]]:
-    """What makes the batches of one step at a size: several for batches by tokens."""
-    return source.makers(size) if isinstance(source, TokenBatches) else [partial(source, size)]
-
-
-def each_batch(run: Callable[[Callable[[], Any]], None], source: Any) -> Callable[[int], None]:
-    """A step that runs each of its batches."""
-
-    def step(batch_size: int) -> None:
-        for make in makers_of(source, batch_size):
-            run(make)
-
-    return step
-
-
-def token_bounds(source: Any) -> tuple[int, int] | None:
-    """The least and the most `max_tokens` of batches by tokens; None where sizes are samples."""
-    return source.sampler.bounds() if isinstance(source, TokenBatches) else None
-
-
-def check_by_samples(source: Any, what: str) -> None:
-    """Refuse batches by tokens where sizes are counted in samples."""
-    if isinstance(source, TokenBatches):
-        raise TypeError(
-            f"workload must have batches by samples for {what}, not by tokens: pass the dataset with "
-            "collate_fn to make_batch. find_batch_size finds max_tokens"
-        )
+def not_by_samples(what: str) -> TypeError:
+    """The error where batches are by tokens, and sizes are counted in samples."""
+    return TypeError(
+        f"workload must have batches by samples for {what}, not by tokens: pass the dataset with "
+        "collate_fn to make_batch. find_batch_size finds max_tokens"
+    )

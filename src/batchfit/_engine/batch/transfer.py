@@ -1,4 +1,4 @@
-"""Microbatches on their way to the device, one at a time.
+"""Moves microbatches to the device, one at a time.
 
 Rules
 - At most two microbatches' inputs are on the device: the one in use and the next, whose copy runs beside it.

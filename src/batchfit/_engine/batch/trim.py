@@ -1,4 +1,4 @@
-"""Taking microbatches out of a padded batch: chosen rows, trimmed to a length, and the way back.
+"""Takes microbatches out of a padded batch (chosen rows, trimmed to a length), and pads their outputs again.
 
 Rules:
 - Nothing but padding is cut (`ragged_padding` says where it is).
@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.batch.padding import Layout, Lengths, Side, find_padding
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.structure import children, has_rows, is_array, rebuilt
 
 log = logging.getLogger("batchfit")
@@ -122,7 +122,7 @@ def check_padding(pad_keys: Any, pad_dim: Any, padding_side: Any) -> None:
 
 def restored(
     outputs: Sequence[Any],
-    plan: Sequence[Piece],
+    plan: Sequence[Microbatch],
     *,
     padded_length: int | None = None,
     padding_side: Side = "right",
@@ -180,7 +180,7 @@ def _rows(rows: Any, indices: Sequence[int]) -> Any:
     return rows[list(indices)]
 
 
-def _joined(outputs: Sequence[Any], plan: Sequence[Piece], padded: int, side: Side, path: str) -> Any:
+def _joined(outputs: Sequence[Any], plan: Sequence[Microbatch], padded: int, side: Side, path: str) -> Any:
     first = outputs[0]
     counts = [one.size for one in plan]
     if isinstance(first, torch.Tensor):
@@ -221,7 +221,7 @@ def _joined(outputs: Sequence[Any], plan: Sequence[Piece], padded: int, side: Si
 
 
 def _joined_tensors(
-    outputs: Sequence[torch.Tensor], plan: Sequence[Piece], padded: int, side: Side, path: str
+    outputs: Sequence[torch.Tensor], plan: Sequence[Microbatch], padded: int, side: Side, path: str
 ) -> torch.Tensor:
     """All rows in one new tensor: each output is copied once."""
     first = outputs[0]

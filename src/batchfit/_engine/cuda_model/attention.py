@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.workspaces import LOW
-from batchfit._engine.torch_private.dispatch import unseen
+from batchfit._engine.torch_private.dispatch import modes_disabled
 
 aten: Any = torch.ops.aten
 _MATH = int(SDPBackend.MATH.value)
@@ -83,7 +83,7 @@ def fuses_three_dimensions() -> bool:
     Without that, attention over them ends in products and a softmax of all scores. What is asked is its rule
     for a CPU, which begins in the same function.
     """
-    with unseen():
+    with modes_disabled():
         query = torch.empty(1, 8, 8, device="cpu")
         return int(aten._fused_sdp_choice.default(query, query, query)) != _MATH
 

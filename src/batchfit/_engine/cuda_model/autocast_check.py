@@ -1,4 +1,4 @@
-"""Whether the lists of autocast (`dispatch.py`) are those of the torch that is installed: torch is asked.
+"""Whether autocast's operation lists (in `dispatch.py`) equal those of the installed torch.
 
 Rules: no GPU is needed, and no build for one. Each operation is sent into CUDA's autocast with fake tensors,
 and the dtype that it casts to is compared with what its list says; no kernel runs. Of operations whose

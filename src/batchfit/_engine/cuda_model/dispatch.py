@@ -33,6 +33,7 @@ from batchfit._engine.torch_private.dispatch import (
     schema_of,
 )
 from batchfit._engine.torch_private.fake import FakeTensor, device_of
+from batchfit._engine.torch_private.replaced import replaced
 
 aten: Any = torch.ops.aten
 
@@ -153,27 +154,6 @@ def _grouped_mm(
 STAND_INS: dict[Any, Any] = dict(sequences.STAND_INS)
 if hasattr(aten, "_grouped_mm"):
     STAND_INS[aten._grouped_mm.default] = _grouped_mm
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a class, a module or this one instance has another attribute of that name."""
-    had, before = name in vars(owner), vars(owner).get(name)
-
-    def put(value: Any) -> None:
-        # Past the `__setattr__` of an instance: a compiled module would set it on what it wraps.
-        setattr(owner, name, value) if isinstance(owner, type) else vars(owner).update({name: value})
-
-    put(value)
-    try:
-        yield
-    finally:
-        if had:
-            put(before)
-        elif isinstance(owner, type):
-            delattr(owner, name)
-        else:
-            del vars(owner)[name]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The workspaces of the libraries' kernels (attention, cuDNN's convolutions), and the table of all.
+"""Workspaces of attention, cuDNN and cuBLAS, and the table of all workspaces by operation.
 
 Read off allocation histories of an H200 (torch 2.11, `benchmarks/prediction_gpu.py history`), each next to
 the rule in torch's source or in cuDNN's choice that explains it. cuDNN's convolutions choose by heuristics of

@@ -1,4 +1,4 @@
-"""Recurrent layers and CTC on CUDA: cuDNN's way through them, what torch's fake kernels lack, workspaces.
+"""Recurrent layers and CTC on CUDA: the kernels that cuDNN runs, and their workspaces.
 
 With a GPU too: on its own way there torch keeps a random state for dropout in a place of its own, and would
 keep a fake one.

@@ -1,4 +1,4 @@
-"""Workspaces of torch's own kernels: copies before they begin, and what they hold while they run.
+"""Temporary memory of torch's own kernels: contiguous copies of inputs, and workspaces while they run.
 
 A fake run of an operation shows its results only. Many of CUDA's kernels want their inputs in one order in
 memory and copy those that are not; losses are first made element by element; a product copies what cuBLAS

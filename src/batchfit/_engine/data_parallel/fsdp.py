@@ -10,7 +10,7 @@ Rules
   others compute from them is discarded. Then all vote (`pure/protocol.py`), and all undo the pass.
 - The collectives of a microbatch are recorded once per function, with one sample, before its first pass.
   Process groups count their collectives; after each pass the count must be what was recorded.
-- A retry needs FSDP2 in its initial state: only where `fsdp.self_test` has shown that it works here.
+- A retry needs FSDP2 in its initial state: only where `fsdp_reset.self_test` has shown that it works here.
   Otherwise an OOM is an error on all ranks, and untested sizes grow slowly.
 """
 

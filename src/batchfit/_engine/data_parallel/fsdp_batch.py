@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
-from batchfit._engine.batch.pure.pieces import Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.transfer import feed
 from batchfit._engine.data_parallel.fsdp_models import Shards
@@ -25,7 +25,7 @@ class FsdpPass:
     """All microbatches of a pass: first those without weight, then this rank's own."""
 
     def __init__(
-        self, work: BatchWork, plan: Sequence[Piece], count: int, *, spare: Any, models: Shards
+        self, work: BatchWork, plan: Sequence[Microbatch], count: int, *, spare: Any, models: Shards
     ) -> None:
         self._work = work
         self._plan = plan

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfit._engine.distributed import fsdp
+from batchfit._engine.distributed import fsdp_reset
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.torch_private import fsdp2, needs
 from batchfit.errors import BatchfitError, SnapshotError
@@ -28,7 +28,7 @@ class Shards:
     """All models of a Microbatcher that are under FSDP2."""
 
     def __init__(self, modules: Sequence[nn.Module], ranks: Ranks) -> None:
-        self._modules = fsdp.sharded_modules(modules)
+        self._modules = fsdp_reset.sharded_modules(modules)
         self._ranks = ranks
         if any(isinstance(module, DistributedDataParallel) for module in modules):
             raise BatchfitError("models must be under DDP or under FSDP2, not some under each")
@@ -63,7 +63,7 @@ class Shards:
         """Refuse a model with collectives that Microbatcher was not given."""
         ours = {id(one) for one in self._modules}
         for module in modules:
-            inner = [*fsdp.sharded_modules(module.modules())]
+            inner = [*fsdp_reset.sharded_modules(module.modules())]
             if isinstance(module, DistributedDataParallel) or any(id(one) not in ours for one in inner):
                 raise BatchfitError(
                     "fn runs a model under FSDP2 or DDP that Microbatcher was not given: it has "
@@ -97,7 +97,7 @@ class Shards:
         """After a step that failed in them; False where this torch cannot do it."""
         try:
             for module in self._modules:
-                fsdp.reset(module)
+                fsdp_reset.reset(module)
         except SnapshotError:
             with suppress(Exception):  # as far as it goes: memory for what is still to be sent
                 self.reshard()
@@ -106,7 +106,7 @@ class Shards:
 
     def can_retry(self) -> str:
         """Why a batch cannot be retried here; "" where it can. All ranks call it together."""
-        tests = [fsdp.self_test(mesh, ranks=self._ranks) for mesh in self._meshes]
+        tests = [fsdp_reset.self_test(mesh, ranks=self._ranks) for mesh in self._meshes]
         return next((test.why for test in tests if not test.passed), "")
 
     def _checked_meshes(self) -> list[Any]:

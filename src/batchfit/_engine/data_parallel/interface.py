@@ -17,7 +17,7 @@ from batchfit._engine.sizing.interface import Pass, SizedBatch
 if TYPE_CHECKING:
     from torch import nn
 
-    from batchfit._engine.batch.pure.pieces import Piece
+    from batchfit._engine.batch.pure.microbatch import Microbatch
     from batchfit._engine.data_parallel.step_vote import RankStep
     from batchfit._engine.device.device import Device
     from batchfit._engine.device.oom import Failure
@@ -72,10 +72,10 @@ class BatchWork(Protocol):
     def limits(self) -> AbstractContextManager[None]:
         """What is set while passes run: the budget, and the attention back-end."""
 
-    def prepare(self, plan: Sequence[Piece]) -> PlannedPass | None:
+    def prepare(self, plan: Sequence[Microbatch]) -> PlannedPass | None:
         """A pass over a plan; None where it has no weight."""
 
-    def finish(self, plan: tuple[Piece, ...], made: Any) -> None:
+    def finish(self, plan: tuple[Microbatch, ...], made: Any) -> None:
         """This pass (of `prepare`) counts."""
 
     def sample(self) -> Any:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.data_parallel.interface import DataParallel
 from batchfit._engine.data_parallel.single import SINGLE_PROCESS
-from batchfit._engine.distributed.fsdp import sharded_modules
+from batchfit._engine.distributed.fsdp_reset import sharded_modules
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit.errors import BatchfitError
 

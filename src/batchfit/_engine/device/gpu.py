@@ -185,7 +185,7 @@ class CachingDevice:
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
-        # What lies in the cache is no longer asked for from the device, so no limit would hold it back.
+        # What lies in the cache is no longer asked for from the device, so no limit would apply to it.
         self.synchronize()
         self._empty_cache()
         available = self.budget_bytes()

@@ -1,4 +1,4 @@
-"""Ctrl-C, at moments at which it harms nothing.
+"""Delays Ctrl-C while state is half changed.
 
 A KeyboardInterrupt may be raised between any two instructions: while state is being restored, or in Python
 that torch's C++ has called and where an exception ends the process. While state is replaced or being

@@ -25,7 +25,7 @@ import torch
 
 from batchfit._engine.device.device import CpuDevice, Device, counts_memory
 from batchfit._engine.device.gpu import CudaDevice
-from batchfit._engine.torch_private.dispatch import unseen
+from batchfit._engine.torch_private.dispatch import modes_disabled
 from batchfit.errors import NothingFitsError
 
 T = TypeVar("T")
@@ -329,7 +329,7 @@ def recover(device: Device) -> None:
 def _forget_unfinished_backward() -> None:
     """What a failed backward had still to do waits in torch's queue of this thread, with its activations,
     until the next backward: here is one, of no elements."""
-    with unseen(), torch.inference_mode(False), torch.enable_grad():
+    with modes_disabled(), torch.inference_mode(False), torch.enable_grad():
         nothing = torch.empty(0, device="cpu", requires_grad=True)
         torch.autograd.backward(nothing * 1, torch.empty(0, device="cpu"))
 

@@ -1,4 +1,4 @@
-"""Which device: found by its name, index or UUID, or by where the tensors are.
+"""Finds a device by its name, index or UUID, or by where the tensors are.
 
 Rules:
 - A wrong device is a `ValueError` that lists those which are there, before anything is allocated on one.

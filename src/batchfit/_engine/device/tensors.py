@@ -70,12 +70,17 @@ def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
 
 
 def top_holders(
-    things: Sequence[object], *, on: torch.device, live_bytes: int | None = None, most: int = 3
+    things: Sequence[object],
+    *,
+    on: torch.device,
+    live_bytes: int | None = None,
+    batch: Sequence[torch.Tensor] = (),
+    most: int = 3,
 ) -> list[tuple[str, int]]:
     """What among `things` holds the most on a device: modules with their gradients, optimizer states.
 
-    Alike modules are one ("layers.*.linear"); each storage counts once. Of `live_bytes`, what is live there,
-    the rest is a holder of its own.
+    Alike modules are one ("layers.*.linear"); each storage counts once; the tensors of a batch are one. Of
+    `live_bytes`, what is live there, the rest is a holder of its own.
     """
     counted: set[int] = set()
     held: Counter[str] = Counter()
@@ -96,6 +101,7 @@ def top_holders(
                 count(name, [*own, *module.buffers(recurse=False), *(one.grad for one in own)])
         elif isinstance(thing, torch.optim.Optimizer):
             count(f"state of {type(thing).__name__}", tensors_in([list(thing.state.values())]))
+    count("the batch", batch)
     if live_bytes is not None:
         held["activations and other tensors"] = max(0, live_bytes - sum(held.values()))
     return [(name, size) for name, size in held.most_common(most) if size]

@@ -1,4 +1,4 @@
-"""How the ranks of one process group agree: through the key-value store that every group has.
+"""The mechanism behind `ranks.py`: one agreement through the key-value store of a process group.
 
 Rules
 - One agreement: each rank writes what it holds; rank 0 collects and publishes all of it as the verdict. A

@@ -1,4 +1,4 @@
-"""The one module in which ranks agree, and find out which of them are gone.
+"""The ranks of this run: how they agree on a value, and find out which of them are gone.
 
 Rules
 - In one process every call returns at once and issues no collectives.

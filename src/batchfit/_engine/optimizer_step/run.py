@@ -1,4 +1,4 @@
-"""One optimizer step as one would write it by hand, and how far it has come.
+"""One unprotected optimizer step (unscale, clip, step, update), and how far it has come.
 
 Rules: `unscale_`, clip, step, `update`, each by the public call; what a failed step may have touched can be
 named afterwards; of a scaler, its private notes on each optimizer are read: they are not public.

@@ -12,16 +12,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private import ddp
-from batchfit._engine.trace.communication import COMMUNICATION
+from batchfit._engine.torch_private.replaced import replaced
+from batchfit._engine.trace.communication import COMMUNICATION, Communication
 from batchfit._engine.trace.fake_state import Faked
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -87,7 +86,7 @@ class _Reducer:
         handles.append(model.register_forward_pre_hook(lambda *_: self.before_forward()))
         try:
             if isinstance(model, DistributedDataParallel):
-                with replaced(model, "forward", partial(_call, model.module)):
+                with replaced(model, "forward", model.module.__call__):
                     yield
             else:
                 yield
@@ -100,12 +99,18 @@ class _Reducer:
         for bucket in {id(one): one for one in map(_whole, self.places.values())}.values():
             self.faked.holding.add("DDP's buckets", bucket, COMMUNICATION)
 
+    @property
+    def _communication(self) -> Communication:
+        found = self.faked.communication
+        assert found is not None  # there is a fake process group
+        return found
+
     def lay_out(self, parameters: Sequence[Tensor]) -> None:
         """Buckets for these gradients, in this order; none of the buckets before is kept."""
         self.places.clear()
         first, cap = self.limits
         for bucket in _assigned(parameters, first, cap):
-            with torch.no_grad(), self.faked.mode, self.faked.communication.inside():
+            with torch.no_grad(), self.faked.mode, self._communication.inside():
                 flat = torch.empty(
                     sum(one.numel() for one in bucket), dtype=bucket[0].dtype, device=self.faked.device
                 )
@@ -120,7 +125,7 @@ class _Reducer:
             self.lay_out(self.ready)
         if self.buffers and torch.is_grad_enabled():
             for dtype in {one.dtype for one in self.buffers}:
-                with torch.no_grad(), self.faked.communication.inside():
+                with torch.no_grad(), self._communication.inside():
                     torch.cat([one.reshape(-1) for one in self.buffers if one.dtype == dtype])
 
     def reduce(self, parameter: Tensor) -> None:
@@ -150,7 +155,3 @@ def _assigned(parameters: Iterable[Tensor], first: int, cap: int) -> Iterator[li
 def _whole(view: Tensor) -> Tensor:
     base: Tensor | None = view._base
     return view if base is None else base
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)

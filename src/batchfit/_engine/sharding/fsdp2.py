@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from batchfit._engine.sharding.blocks import repeated_blocks
+from batchfit._engine.sharding.model_blocks import repeated_blocks
 from batchfit._engine.sharding.pure.layout import ShardLayout
 from batchfit._engine.torch_private.fsdp2 import forget_sharding, sharding_on
 from batchfit._engine.trace.fake_state import Faked

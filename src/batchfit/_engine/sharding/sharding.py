@@ -1,8 +1,8 @@
-"""Spread the models of a workload over ranks, for the time of its traces.
+"""Spreads the models of a workload over fake ranks, for the time of its traces.
 
 Rules:
-- Inside a fake process group (`ranks.py`) a program's own `fully_shard` or DistributedDataParallel is traced
-  as it is. A program that wraps nothing is spread as a layout says.
+- Inside a fake process group (`fake_ranks.py`) a program's own `fully_shard` or DistributedDataParallel is
+  traced as it is. A program that wraps nothing is spread as a layout says.
 - Only models that learn are spread: a frozen teacher beside them stays whole.
 - A change lasts as long as a trace, and leaves the program's objects as they were.
 """
@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.sharding.ddp import Buckets
+from batchfit._engine.sharding.fake_ranks import fake_ranks
 from batchfit._engine.sharding.fsdp2 import FullyShard
 from batchfit._engine.sharding.pure.layout import ShardLayout
-from batchfit._engine.sharding.ranks import fake_ranks
 from batchfit._engine.sharding.zero import OwnShares, SharedState
 from batchfit._engine.snapshot.contents import is_parallel
 from batchfit._engine.torch_private import ddp

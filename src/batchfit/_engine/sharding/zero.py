@@ -1,4 +1,4 @@
-"""ZeRO's first stage in a trace: DDP, and an optimizer whose state is that of this rank's parameters.
+"""ZeRO 1 in a trace: DDP, and an optimizer with state for this rank's share of the parameters.
 
 As torch's `ZeroRedundancyOptimizer` deals them out: the largest first, each to the rank with the least so
 far. What is traced is the rank that has the most.
@@ -14,8 +14,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private.optimizers import forget_shares
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.fake_state import Faked
 from batchfit.workload import Workload
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, final
 
 if TYPE_CHECKING:
-    from batchfit._engine.batch.pure.pieces import Piece
+    from batchfit._engine.batch.pure.microbatch import Microbatch
     from batchfit._engine.batch.split import Batch
     from batchfit._engine.device.oom import Failure
 
@@ -56,10 +56,10 @@ class SizedBatch(Protocol):
     def watch(self) -> PassWatch | None:
         """What reads the memory of each microbatch; None where nothing is to be read."""
 
-    def plan(self, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
+    def plan(self, done: Sequence[Microbatch] = ()) -> tuple[Microbatch, ...]:
         """Microbatches for the samples that `done` leaves."""
 
-    def plan_finer(self, count: int, least: int) -> tuple[Piece, ...]:
+    def plan_finer(self, count: int, least: int) -> tuple[Microbatch, ...]:
         """A plan of `count` microbatches where this batch needs fewer, each of `least` samples or more.
 
         Other ranks need that many. It says nothing about this rank's memory, so nothing is learned from it.
@@ -80,5 +80,5 @@ class SizedBatch(Protocol):
     def shrink(self, failure: Failure, at: int) -> None:
         """After an OOM in microbatch `at` was undone: release memory, and choose smaller microbatches."""
 
-    def finish(self, plan: Sequence[Piece]) -> None:
+    def finish(self, plan: Sequence[Microbatch]) -> None:
         """Learn from a batch that ran."""

@@ -75,7 +75,7 @@ class MemoryBudget:
         budget_bytes: int | None,
         *,
         models_bytes: Callable[[], int] = lambda: 0,
-        holders: Callable[[int | None], list[tuple[str, int]]] = lambda live_bytes: [],
+        holders: Callable[[int | None, list[torch.Tensor]], list[tuple[str, int]]] = lambda live, batch: [],
     ) -> None:
         self.device = device
         self.budget_bytes = budget_bytes
@@ -124,10 +124,12 @@ class MemoryBudget:
         with self.device.limit(min(self.budget_bytes, self.device.total_bytes())):
             held = DeviceReading.of(self.device).held_bytes
             if held is not None and held >= self.budget_bytes:
-                raise self.shortage(f"a batch of {whole.length}", held)
+                raise self.shortage(f"a batch of {whole.length}", held, whole=whole)
             yield
 
-    def shortage(self, what: str, held_bytes: int | None, message: str = "") -> NothingFitsError:
+    def shortage(
+        self, what: str, held_bytes: int | None, message: str = "", *, whole: Batch
+    ) -> NothingFitsError:
         """The error for `what` (a batch and its shape) that does not fit, with its memory breakdown."""
         limit_bytes, models_bytes = self.limit(fresh=True), self._models_bytes()
         parts, advice = [], ""
@@ -149,8 +151,12 @@ class MemoryBudget:
             budget_bytes=limit_bytes,
             detail="; ".join(parts),
             advice=advice,
-            holders=self._holders(in_use_bytes(message) or held_bytes),
+            holders=self.holders(whole, message, held_bytes),
         )
+
+    def holders(self, whole: Batch, message: str, held_bytes: int | None = None) -> list[tuple[str, int]]:
+        """What held the most at an OOM: models, their optimizers, and the batch."""
+        return self._holders(in_use_bytes(message) or held_bytes, [one for _, one in whole.leaves])
 
 
 def owned_bytes(models: Sequence[Any], kind: str) -> int:

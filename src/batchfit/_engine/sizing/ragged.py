@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, final
 
 from batchfit._engine.batch.padding import Layout, Lengths, Side
-from batchfit._engine.batch.pure.pieces import PaddedShape, Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch, PaddedShape
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import Trimmer
 from batchfit._engine.device.gpu import CudaDevice
@@ -111,7 +111,7 @@ class RaggedSizer:
         shapes: SeenShapes,
         memory: MemoryModel,
         budget: float | None,
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[Microbatch, ...]:
         """Pack samples of these lengths; `budget` None: no limit is known."""
         return pack(
             lengths,
@@ -200,7 +200,7 @@ class RaggedBatch:
     compiled: bool
     retries: int = 0
     peak_bytes: int | None = None
-    planned: tuple[Piece, ...] = ()  # empty: to be planned
+    planned: tuple[Microbatch, ...] = ()  # empty: to be planned
     _was_retried: bool = False  # whether this plan was already run a second time
     _ignores_shapes: bool = False  # known shapes may be longer than a sample needs
     _held_before: int | None = None
@@ -242,13 +242,13 @@ class RaggedBatch:
             or self.planned[index].padded_shape not in self.known.peaks
         )
 
-    def plan(self, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
+    def plan(self, done: Sequence[Microbatch] = ()) -> tuple[Microbatch, ...]:
         if self.planned and not done:
             return self.planned
         trimmer, known = self.whole.trimmer, self.known
         assert trimmer is not None
         count = self.whole.length
-        over = {sample for piece in done for sample in piece.indices(count)}
+        over = {sample for microbatch in done for sample in microbatch.indices(count)}
         rest = [sample for sample in range(count) if sample not in over]
         memory, budget = self.memory_model()
         packs = self.sizer.packed(
@@ -259,7 +259,9 @@ class RaggedBatch:
             None if self.held_bytes is None and not memory.failures else budget,
         )
         if self.joins and not self._ignores_shapes:
-            packs = _of_two_lengths(packs, [piece.length or 0 for piece in done], trimmer.padded_length)
+            packs = _of_two_lengths(
+                packs, [microbatch.length or 0 for microbatch in done], trimmer.padded_length
+            )
         if self.trains and len(packs) > 1:
             packs = (packs[-1], *packs[:-1])
         self.planned = tuple(
@@ -267,7 +269,7 @@ class RaggedBatch:
         )
         return self.planned
 
-    def plan_finer(self, count: int, least: int) -> tuple[Piece, ...]:
+    def plan_finer(self, count: int, least: int) -> tuple[Microbatch, ...]:
         return self.plan()  # packed by length: ranks that need more microbatches run others beside these
 
     def limit_untested(self, headroom: float) -> None:
@@ -283,7 +285,7 @@ class RaggedBatch:
         return replace(memory, held_bytes=float(held)), budget
 
     def is_proven(self) -> bool:
-        return set(self.known.shapes.seen).issuperset(piece.padded_shape for piece in self.planned)
+        return set(self.known.shapes.seen).issuperset(microbatch.padded_shape for microbatch in self.planned)
 
     def limited(self) -> AbstractContextManager[None]:
         return nullcontext() if self.is_proven() else self.sizer.memory.enforced(self.whole)
@@ -292,11 +294,11 @@ class RaggedBatch:
         def note() -> str:
             if run.at < 0:
                 return BEFORE_FIRST
-            piece = self.planned[run.at]
-            samples = counted(piece.size, "sample")
-            return f"batchfit: raised in microbatch {run.at + 1}, {samples} of length {piece.length}"
+            microbatch = self.planned[run.at]
+            samples = counted(microbatch.size, "sample")
+            return f"batchfit: raised in microbatch {run.at + 1}, {samples} of length {microbatch.length}"
 
-        last = max(piece.size for piece in self.planned) == 1
+        last = max(microbatch.size for microbatch in self.planned) == 1
         return run_guarded(run, device=self.sizer.memory.device, last=last, note=note)
 
     def shrink(self, failure: Failure, at: int) -> None:
@@ -305,8 +307,8 @@ class RaggedBatch:
         self.held_bytes = memory.recover().held_bytes
         if self.held_bytes is not None:
             memory.limit(fresh=True)
-        piece = self.planned[at]
-        size, length = piece.padded_shape
+        microbatch = self.planned[at]
+        size, length = microbatch.padded_shape
         report = partial(
             self.sizer.events.report, shape=self.whole.shape.key, peak_bytes=known.peaks.get((size, length))
         )
@@ -315,10 +317,10 @@ class RaggedBatch:
             report("retry", size, size, f"memory was fragmented ({failure.message})")
             return
         self._was_retried = False
-        is_least = size == 1 and (self._ignores_shapes or length <= _shortest(self.whole, piece))
+        is_least = size == 1 and (self._ignores_shapes or length <= _shortest(self.whole, microbatch))
         if is_least or (self.held_bytes or 0) >= memory.limit(fresh=False):
             what = f"one sample of length {length}"
-            raise memory.shortage(what, self.held_bytes, failure.message)
+            raise memory.shortage(what, self.held_bytes, failure.message, whole=self.whole)
         self._ignores_shapes = self._ignores_shapes or size == 1
         trusted = self.retries == 1 and bool(known.memory.readings)
         known.memory = known.memory.after_oom(size if trusted else size // 2 + 1, length)
@@ -328,17 +330,21 @@ class RaggedBatch:
         report("shrunk", size, max(1, after), f"at length {length}: {oom_in_short(failure.message)}")
         self.planned = ()
 
-    def finish(self, plan: Sequence[Piece]) -> None:
+    def finish(self, plan: Sequence[Microbatch]) -> None:
         known = self.known
         known.shapes = known.shapes.ran(plan)
         peaks = [
-            known.peaks[extent] for extent in (piece.padded_shape for piece in plan) if extent in known.peaks
+            known.peaks[extent]
+            for extent in (microbatch.padded_shape for microbatch in plan)
+            if extent in known.peaks
         ]
         self.peak_bytes = max(peaks, default=None)
         self.sizer.memory.after_batch = partial(self.sizer.learn_retries, known)
 
 
-def _of_two_lengths(packs: tuple[Piece, ...], done: Sequence[int], padded: int) -> tuple[Piece, ...]:
+def _of_two_lengths(
+    packs: tuple[Microbatch, ...], done: Sequence[int], padded: int
+) -> tuple[Microbatch, ...]:
     """At least two lengths, or none that is trimmed: otherwise padded dimensions do not show."""
     lengths = {*done, *(one.padded_shape[1] for one in packs)}
     if not packs or len(lengths) > 1 or padded in lengths:
@@ -348,10 +354,10 @@ def _of_two_lengths(packs: tuple[Piece, ...], done: Sequence[int], padded: int) 
     return (*others, last._replace(length=length))
 
 
-def _shortest(whole: Batch, piece: Piece) -> int:
+def _shortest(whole: Batch, microbatch: Microbatch) -> int:
     """The least that these samples can be trimmed to."""
     assert whole.trimmer is not None
-    own = max(whole.trimmer.lengths[sample] for sample in piece.indices(whole.length))
+    own = max(whole.trimmer.lengths[sample] for sample in microbatch.indices(whole.length))
     return min(whole.trimmer.padded_length, -(-max(own, 1) // MULTIPLE) * MULTIPLE)
 
 

@@ -16,8 +16,8 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.pure.pieces import Piece, Shape
-from batchfit._engine.batch.split import Batch, pieces
+from batchfit._engine.batch.pure.microbatch import Microbatch, Shape
+from batchfit._engine.batch.split import Batch, microbatches
 from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.device.oom import Failure, run_guarded
 from batchfit._engine.sizing.interface import Pass
@@ -191,8 +191,8 @@ class UniformBatch:
     def is_proven(self) -> bool:
         return not self.is_new()
 
-    def plan(self, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
-        start = sum(piece.size for piece in done)
+    def plan(self, done: Sequence[Microbatch] = ()) -> tuple[Microbatch, ...]:
+        start = sum(microbatch.size for microbatch in done)
         left = self.whole.length - start
         if self.compiled:
             sizes = equal(left, min(self.size, left))
@@ -205,9 +205,11 @@ class UniformBatch:
             sizes = balanced(left, self.size)
         if not start:
             self.size = sizes[0]
-        return pieces(sizes, start) if len(sizes) > 1 else (Piece(slice(start, start + left), left),)
+        return (
+            microbatches(sizes, start) if len(sizes) > 1 else (Microbatch(slice(start, start + left), left),)
+        )
 
-    def plan_finer(self, count: int, least: int) -> tuple[Piece, ...]:
+    def plan_finer(self, count: int, least: int) -> tuple[Microbatch, ...]:
         plan = self.plan()
         self._size_in_use = None
         if len(plan) >= count or self.compiled:
@@ -256,7 +258,7 @@ class UniformBatch:
             return
         if before == 1 or (reading.held_bytes or 0) >= sizer.memory.limit(fresh=True):
             what = f"one sample of a batch of {self.whole.length}"
-            raise sizer.memory.shortage(what, reading.held_bytes, failure.message)
+            raise sizer.memory.shortage(what, reading.held_bytes, failure.message, whole=self.whole)
         sizer.learned.failed(shape, before)
         sure = sizer.learned.sure(shape)
         self.bounds = self.bounds.after_oom(before, self.whole.length, sure=sure, compiled=self.compiled)
@@ -267,7 +269,7 @@ class UniformBatch:
         self._was_retried = False
         sizer.report("shrunk", before, self.size, oom_in_short(failure.message), shape)
 
-    def finish(self, plan: Sequence[Piece]) -> None:
+    def finish(self, plan: Sequence[Microbatch]) -> None:
         used = None
         if self.peak_bytes is not None and self.held_bytes is not None:
             used = max(0, self.peak_bytes - self.held_bytes)

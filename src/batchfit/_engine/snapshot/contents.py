@@ -1,4 +1,4 @@
-"""What a Python object holds, and how it gets exactly that again.
+"""Attributes and items of a Python object: read for a snapshot, and set again.
 
 Rules:
 - One object at a time: its items, its attributes, its slots, its bytes. What is inside them is for

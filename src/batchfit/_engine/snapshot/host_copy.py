@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import TensorWeakRef
 
 from batchfit._engine.torch_private.autograd import is_view
-from batchfit._engine.torch_private.dispatch import is_wrapper, make_subclass, unseen
+from batchfit._engine.torch_private.dispatch import is_wrapper, make_subclass, modes_disabled
 from batchfit._engine.torch_private.storage import WeakStorage, storage_address
 from batchfit.errors import SnapshotError
 
@@ -53,7 +53,7 @@ class StorageCopy:
                 raise SnapshotError(f"{path} has no memory of its own that could be copied")
             empty: Any = torch.UntypedStorage  # its constructors have no annotations
             self._host = host = empty(self.nbytes, device="cpu")
-            with unseen():
+            with modes_disabled():
                 host.copy_(storage)
 
     def live(self) -> torch.UntypedStorage | None:
@@ -78,7 +78,7 @@ class StorageCopy:
         """Make the bytes of `storage` what they were."""
         if self._host is None:
             return
-        with unseen():
+        with modes_disabled():
             # On the host a comparison is cheap, and weights mapped from a file may be read-only.
             if self.device.type != "cpu" or not torch.equal(_bytes_of(storage), _bytes_of(self._host)):
                 storage.copy_(self._host)
@@ -169,7 +169,7 @@ class StridedCopy(TensorCopy):
     def _let_go(self, tensor: torch.Tensor) -> None:
         if not self.storage.holds(tensor):
             # `.data` was swapped: its memory is wanted back before any is allocated.
-            with unseen():
+            with modes_disabled():
                 tensor.data = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def _put(self, tensor: torch.Tensor | None) -> torch.Tensor:
@@ -178,7 +178,7 @@ class StridedCopy(TensorCopy):
         storage = self.storage.live()
         if storage is None:
             raise SnapshotError("there was no memory for it")
-        with unseen():
+        with modes_disabled():
             nothing = torch.empty(0, dtype=self.dtype, device=self.device)
             view = nothing.set_(storage, self.offset, self.size, self.stride)
             if self.conj:
@@ -202,7 +202,7 @@ class WholeCopy(TensorCopy):
 
     def __init__(self, tensor: torch.Tensor, path: str) -> None:
         super().__init__(tensor, path)
-        with unseen():
+        with modes_disabled():
             self._host = tensor.detach().to("cpu", copy=True)
 
     def _let_go(self, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Iterators: where they are, and another one at the same place.
+"""Iterators: their position, and a new iterator at the same position.
 
 The built-in ones say of themselves how they are made again (`__reduce__`): from what, and how far along. A
 generator, an open file or a DataLoader's iterator does not, and what it has given is gone.

@@ -1,4 +1,4 @@
-"""What a snapshot remembers of each kind of value, and how that value is bound again.
+"""Nodes of a snapshot's tree: for each kind of value what is remembered, and how it is restored.
 
 Rules: whatever is not a `Node` is immutable and stands for itself. A node answers one question: which object
 belongs where `now` is bound? It is asked twice in a restore. The first time tensors that are gone are

@@ -1,4 +1,4 @@
-"""Random number states as functions that restore them, and the stack of all that has to be undone.
+"""Random number states, as functions that restore them; and the stack of all such undo functions.
 
 Rules:
 - Reading or writing a state never initialises a device and never imports a library that the program did not
@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.device.tensors import closure_of
-from batchfit._engine.torch_private.dispatch import unseen
+from batchfit._engine.torch_private.dispatch import modes_disabled
 from batchfit._engine.torch_private.modules import mps_generator
 from batchfit.errors import SnapshotError
 
@@ -138,11 +138,11 @@ def _reseed(module: Any) -> None:
 
 def _undo_torch(generator: torch.Generator) -> Undo:
     # As a storage and not as a tensor, so that whoever counts live tensors does not count this one.
-    with unseen():
+    with modes_disabled():
         storage = generator.get_state().untyped_storage()
 
     def undo() -> None:
-        with unseen():
+        with modes_disabled():
             state = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             generator.set_state(state)
 

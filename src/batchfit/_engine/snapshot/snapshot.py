@@ -1,4 +1,4 @@
-"""What a trial must restore, and how.
+"""A host copy of all state that a trial may change, and its exact restoration.
 
 Rules:
 - State before = state after, bit for bit, any number of times. In place and attribute by attribute, never
@@ -19,7 +19,7 @@ on every device in use) always. An iterator that has moved is replaced by one at
 
 Left alone: hooks; datasets and loaders; what is inside an object of a library that hangs off a declared one
 (a tokenizer, a stream: the same object is bound again, its contents are its own); what DDP and FSDP2 remember
-of the step that they are in, which `parallel` resets. A declared iterator is refused; a generator that hangs
+of the step that they are in, which `wrappers` resets. A declared iterator is refused; a generator that hangs
 off a declared object is named in a warning before anything runs: its position cannot be restored.
 """
 
@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from batchfit._engine.snapshot import parallel, rng
+from batchfit._engine.snapshot import rng, wrappers
 from batchfit._engine.snapshot.contents import (
     BYTES,
     Scripted,
@@ -162,7 +162,7 @@ class Snapshot:
                 synchronize(device)
         for path, module in self._parallel if cut_off else ():
             with restoring.part(path):
-                parallel.settle(module)
+                wrappers.settle(module)
         for node in self._tensors:
             with restoring.part(node.path):
                 node.release(restoring)
@@ -321,7 +321,7 @@ class _Taking:
                     deep=name in _DEEP and isinstance(obj, Optimizer | LRScheduler),
                 )
         if wrapper:
-            parallel.check(obj, path)
+            wrappers.check(obj, path)
         if wrapper or (isinstance(obj, nn.Module) and "torch.distributed.fsdp" in sys.modules):
             self.parallel.append((path, obj))
         if isinstance(obj, torch.jit.ScriptModule):

@@ -1,1 +1,1 @@
-"""Sizes found before, in a file: the key of a workload and the SQLite file that holds the answers."""
+"""Sizes found before, in a file: the key of a workload, and the SQLite file of sizes."""

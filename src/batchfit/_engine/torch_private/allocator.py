@@ -71,7 +71,7 @@ def memory_snapshot() -> dict[str, Any]:
     return found
 
 
-def can_tell_history() -> bool:
+def history_is_known() -> bool:
     """Whether it can be asked; a build without CUDA has no history to ask for."""
     return not _has_cuda() or hasattr(torch._C, "_cuda_isHistoryEnabled")
 

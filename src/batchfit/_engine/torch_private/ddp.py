@@ -75,8 +75,8 @@ def rebuild_buckets(model: DistributedDataParallel) -> None:
 
 def reduced_parameters(model: DistributedDataParallel) -> int | None:
     """How many parameters it has reduced since it was made; None where it does not say."""
-    tell: Any = getattr(model, "_get_ddp_logging_data", None)
-    found = None if tell is None else tell().get("num_parameter_tensors")
+    logging_data: Any = getattr(model, "_get_ddp_logging_data", None)
+    found = None if logging_data is None else logging_data().get("num_parameter_tensors")
     return None if found is None else int(found)
 
 

@@ -1,4 +1,4 @@
-"""torch's dispatcher: modes that see operations, what goes past them, and which kernels are registered.
+"""torch's dispatcher: modes that see operations, operations that bypass them, and registered kernels.
 
 Without dispatch modes batchfit counts, traces and restores nothing: their absence is refused at import.
 """
@@ -22,7 +22,7 @@ except ImportError as error:
 # -- past the modes and the classes of tensors
 
 # No dispatch mode and no class of tensors sees what happens inside.
-unseen: Callable[[], AbstractContextManager[None]] = needed("torch._C._DisableTorchDispatch")
+modes_disabled: Callable[[], AbstractContextManager[None]] = needed("torch._C._DisableTorchDispatch")
 # Inside, a class's own `__torch_function__` is not asked.
 plain_functions: Callable[[], AbstractContextManager[None]] = needed("torch._C.DisableTorchFunctionSubclass")
 # The `__torch_dispatch__` of a class of tensors that has none of its own.

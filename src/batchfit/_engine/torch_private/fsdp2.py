@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from batchfit._engine.torch_private import needs
 from batchfit._engine.torch_private.fake import unset_fake_temporarily
+from batchfit._engine.torch_private.lookup import optional
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _MISSING: Final = object()
+_no_modes: Any = optional("torch.utils._python_dispatch._disable_current_modes")
 # Functions of FSDP2 inside which collectives are prepared, done and unpacked.
 _COLLECTIVES: Final = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
 
@@ -253,6 +255,23 @@ def collectives_noted(inside: Callable[[], contextlib.AbstractContextManager[Any
             if plain is None:
                 raise needs.FSDP2_STATE.refusal()
             stack.enter_context(_put(module, name, _noted(plain, inside)))
+        yield
+
+
+@contextlib.contextmanager
+def shapes_by_fakes() -> Iterator[None]:
+    """Inside, a DTensor learns the shape of a result from fakes of torch's own, past every dispatch mode.
+
+    torch enters a fake mode for that, but a mode that was entered earlier is asked first: to a trace such a
+    tensor is the host's, of the whole model and not of a rank, and it would really be computed. Where torch
+    has none of these names it is, with the same answer: seconds and gigabytes are lost.
+    """
+    place = optional("torch.distributed.tensor._sharding_prop.ShardingPropagator")
+    name = "_propagate_tensor_meta_non_cached"
+    if place is None or not hasattr(place, name) or _no_modes is None:
+        yield
+        return
+    with _put(place, name, _noted(getattr(place, name), _no_modes)):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Asks torch for a private name, and says what is lost where this torch has none of that name.
+"""Looks a private name of torch up; an error says which feature is lost where this torch lacks it.
 
 Rules:
 - A name is asked for once, when the module that needs it is loaded. What is found is torch's own object: to

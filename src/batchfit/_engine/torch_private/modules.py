@@ -1,9 +1,9 @@
-"""Classes and tables of `torch.nn`, and what other parts of torch keep for themselves."""
+"""Private classes and tables of `torch.nn`, and of parts of torch that have no module here."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +50,13 @@ def scripted(module: Any) -> tuple[Any, list[str]]:
         raise lost("torch.jit.ScriptModule._c")
     kind = vars(module).get("_concrete_type")
     return inside, list(kind.get_attributes()) if kind else []
+
+
+def datasets_of_iterators(objects: Iterable[Any]) -> list[Any]:
+    """The datasets that iterators of loaders among the objects read: nothing else may hold the loader."""
+    kind = optional("torch.utils.data.dataloader._BaseDataLoaderIter")
+    found = [one for one in objects if issubclass(type(one), kind)] if kind else []
+    return [getattr(one, "_dataset", None) for one in found]
 
 
 def remove_keyword_hook(handle: Any) -> None:

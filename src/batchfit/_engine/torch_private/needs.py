@@ -1,4 +1,4 @@
-"""What a feature needs of torch that is private: since which torch, what is lost without it, what to do.
+"""The table of private names by feature: since which torch, what is lost without them, what to do.
 
 Rules: whether a name is there is asked of torch, never of its version number; `since` is only shown. A
 refusal names the version that is running. What is only poorer without its name says so as a caveat.

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from batchfit._engine.torch_private.dispatch import unseen
+from batchfit._engine.torch_private.dispatch import modes_disabled
 from batchfit._engine.torch_private.lookup import attribute, needed, optional
 
 # Which storage it is: the same number for all that stand for one, and for no other that lives.
@@ -40,7 +40,7 @@ def wrapper_outlives_memory() -> bool:
 
     Who counts storages by these objects would then count freed memory.
     """
-    with unseen(), torch.inference_mode(False):
+    with modes_disabled(), torch.inference_mode(False):
         tensor = torch.empty(8, dtype=torch.uint8, device="cpu")
         wrapper, torchs_own = weakref.ref(tensor.untyped_storage()), _torchs_weak(tensor.untyped_storage())
         del tensor  # the last that holds the memory: its Python object should go with it

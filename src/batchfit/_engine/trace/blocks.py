@@ -1,11 +1,10 @@
-"""The blocks of a trace: what is allocated and freed, in order, what each is for, and what shares one.
+"""Memory blocks of a trace: allocations and frees in order, and the purpose of each.
 
 Rules:
 - A block lives as long as its storage; storages that are distinguished by address are known while they live,
   and what dies after the trace was taken is not the step's doing.
 - Hooks follow the step from outside, to say phase, module and line of a block, and are removed after the
-  trace. Backward runs in C++: the number of the autograd node says which operation of the forward pass it
-  belongs to.
+  trace. Backward runs in C++: the number of its autograd node says which forward operation it belongs to.
 - Where a real run writes in place and a trace would see a copy, the operation itself stays as it is; its
   result is said to take over the block of what it would have been written into.
 """
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from batchfit._engine.allocator.footprint import CodeLine, Origin, Trace, TraceLog
-from batchfit._engine.allocator.generation import TokenLoop, with_all_passes
+from batchfit._engine.allocator.token_loops import TokenLoop, with_all_passes
 from batchfit._engine.cuda_model.dispatch import kernels_replaced
 from batchfit._engine.device.tensors import is_dense
 from batchfit._engine.torch_private.autograd import (
@@ -44,8 +43,8 @@ from batchfit._engine.torch_private.dispatch import TorchDispatchMode
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode
 from batchfit._engine.torch_private.storage import address_of, storage_address, use_counts
 from batchfit._engine.trace.communication import COMMUNICATION, Communication
+from batchfit._engine.trace.held_tensors import parts_of
 from batchfit._engine.trace.program_lines import HERE, TORCH, calling_line
-from batchfit._engine.trace.quantised import parts_of
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.user_errors import is_users
 from batchfit.errors import UntraceableError
@@ -159,9 +158,9 @@ class Whereabouts:
         self,
         module_names: Mapping[int, str],
         outside: CodeType,
-        communication: Communication,
+        communication: Communication | None,
         *,
-        detailed: bool = False,
+        detailed: bool,
     ) -> None:
         self._module_names = module_names
         self._communication = communication
@@ -237,7 +236,8 @@ class Whereabouts:
         phase = self.phase()
         # A module that runs while gradients are computed: activations that a checkpoint computes again.
         recomputed = phase == "backward" and bool(self._modules)
-        if self._communication.is_active and kind != "workspaces":
+        communication = self._communication
+        if communication is not None and communication.is_active and kind != "workspaces":
             kind = COMMUNICATION
         elif phase == "batch":
             kind = "batch"
@@ -247,7 +247,8 @@ class Whereabouts:
             module, source, lines = self._of_node()
         else:
             module, source, lines = self._here()
-        return Origin(kind, phase, module, source, operation, lines, stream=self._communication.stream)
+        stream = 0 if communication is None else communication.stream
+        return Origin(kind, phase, module, source, operation, lines, stream=stream)
 
     def note_node(self) -> None:
         """Remember where we are for the backward of this operation.

@@ -1,6 +1,6 @@
 """Collectives in a trace: whether the step gathers or reduces at this moment, and on which stream.
 
-Blocks that are made meanwhile carry it. Where there is no process group, nothing is followed.
+Blocks that are made meanwhile carry it. A trace outside of a fake process group has no `Communication`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.cuda_model.dispatch import replaced
-from batchfit._engine.torch_private.fsdp2 import collectives_noted
-from batchfit._engine.torch_private.process_groups import is_fake
+from batchfit._engine.torch_private.fsdp2 import collectives_noted, shapes_by_fakes
+from batchfit._engine.torch_private.replaced import replaced
 
 COMMUNICATION = "communication"
 
@@ -52,10 +51,7 @@ class Communication:
 
 @contextlib.contextmanager
 def followed(communication: Communication) -> Iterator[None]:
-    """Inside a fake process group: notes when FSDP2 gathers and reduces, and on which stream."""
-    if not is_fake():
-        yield
-        return
+    """Notes when FSDP2 gathers and reduces, and on which stream."""
     numbers: dict[int, int] = {}
     kept: list[Any] = []  # so that no other stream gets the id of one that is gone
 
@@ -65,5 +61,5 @@ def followed(communication: Communication) -> Iterator[None]:
         kept.append(one)
         return communication.on_stream(numbers.setdefault(id(one), len(numbers) + 1))
 
-    with collectives_noted(communication.inside), replaced(torch.cpu, "stream", stream):
+    with collectives_noted(communication.inside), shapes_by_fakes(), replaced(torch.cpu, "stream", stream):
         yield

@@ -1,4 +1,4 @@
-"""A cache of operations' results for fake arguments: what has equal shapes, a trace asks of torch once.
+"""A cache of operations' results for fake arguments: torch is asked once for equal shapes.
 
 Nine of ten operations of a step have been seen before: layers are alike, and so are steps. torch keeps such
 results too, but what it compares takes longer than our whole trace.
@@ -25,7 +25,13 @@ import torch
 from torch import Tensor
 
 from batchfit._engine.torch_private import dispatch
-from batchfit._engine.torch_private.dispatch import OpOverload, keys_of, make_subclass, schema_of, unseen
+from batchfit._engine.torch_private.dispatch import (
+    OpOverload,
+    keys_of,
+    make_subclass,
+    modes_disabled,
+    schema_of,
+)
 from batchfit._engine.torch_private.fake import FakeTensor, FakeTensorMode, device_of, pointer_guard
 from batchfit._engine.torch_private.storage import address_of
 
@@ -253,7 +259,7 @@ class FakeResults:
 
     def empty(self, shape: Any, stride: Any, dtype: Any, device: torch.device) -> Tensor:
         """A fake tensor with memory of its own."""
-        with unseen():
+        with modes_disabled():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
         return self._dressed(bare, device)
 
@@ -264,7 +270,7 @@ class FakeResults:
     def _view(
         self, of: Any, shape: Any, stride: Any, offset: int, dtype: Any, device: torch.device
     ) -> Tensor:
-        with unseen():
+        with modes_disabled():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
             bare.set_(of.untyped_storage(), offset, shape, stride)
         return self._dressed(bare, device)
@@ -311,7 +317,8 @@ def facts_about(func: Any) -> _About:
     schema = schema_of(func)
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
     # What is given as `out` may be resized.
-    known = not any(tag in func.tags for tag in tags) and not any(one.is_out for one in schema.arguments)
+    has_tag = func is not aten.index.Tensor and any(tag in func.tags for tag in tags)
+    known = not has_tag and not any(one.is_out for one in schema.arguments)
     each = schema.name.startswith("aten::_foreach_")
     return _About(known and func not in _ASKED, not each or len(schema.returns) > 0, each)
 

@@ -44,19 +44,17 @@ from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.communication import Communication
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.held_tensors import (
+    LEAST_PAGED,
     HeldTensors,
     can_fake_ranks,
     clear_if_filled,
     dense_bytes,
-    on_host,
-    put_gradient,
-)
-from batchfit._engine.trace.quantised import (
-    LEAST_PAGED,
     holds_tensors,
     is_made_of_tensors,
     is_paged,
+    on_host,
     parts_of,
+    put_gradient,
     rebuilt_with,
     twin_of,
 )
@@ -86,7 +84,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self.results = FakeResults(self.mode)
         self.device = device
         self.module_names: dict[int, str] = {}
-        self.communication = Communication()
+        self.communication = Communication() if is_fake() else None
         self._parts = parts
         self._containers = containers
         self._places = places

@@ -23,8 +23,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from batchfit._engine.allocator.generation import TokenLoop
-from batchfit._engine.cuda_model.dispatch import replaced
+from batchfit._engine.allocator.token_loops import TokenLoop
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.blocks import Blocks
 from batchfit._engine.trace.program_lines import calling_frame
 from batchfit.errors import UntraceableError

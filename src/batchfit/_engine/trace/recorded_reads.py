@@ -1,4 +1,4 @@
-"""What a program read of its tensors' values in a real run: the answers for a trace, which has no values.
+"""Tensor values that a program read in a real run: the answers where its trace, without values, reads them.
 
 Rules: an answer belongs to a line of the program, and the answers of a line are given in the order in which
 it read them. A line that reads more often than it did then gets none: an error of the trace, and no guess.

@@ -1,7 +1,7 @@
 """The dispatch mode of a trace: every operation of a step, on a fake device beside a real host.
 
 Rules:
-- Operations of the host are really run (`host.py`).
+- Operations of the host are really run (`host_tensors.py`).
 - An operation on the fake device runs with fake tensors; what it allocates, inside a kernel too, is recorded
   in the order in which the GPU would allocate it.
 - A value that depends on the data is never invented, except where only a library's bookkeeping reads it.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
 from batchfit._engine.cuda_model import quantised_kernels
-from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules, replaced
+from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
 from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
 from batchfit._engine.cuda_model.sequences import packed
 from batchfit._engine.cuda_model.workspaces import Extra, Rule
@@ -33,13 +33,14 @@ from batchfit._engine.torch_private.fake import (
     device_of,
     unset_fake_temporarily,
 )
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.blocks import Blocks, InPlace, Whereabouts
 from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
-from batchfit._engine.trace.host import HostTensors
+from batchfit._engine.trace.held_tensors import kind_is_made_of_tensors, parts_of
+from batchfit._engine.trace.host_tensors import HostTensors
 from batchfit._engine.trace.program_lines import calling_line, reading
-from batchfit._engine.trace.quantised import kind_is_made_of_tensors, parts_of
 from batchfit._engine.trace.recorded_reads import RecordedReads, Value
 from batchfit._engine.trace.values import KnownValues, LibraryReads
 from batchfit.errors import UntraceableError

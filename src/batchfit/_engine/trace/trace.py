@@ -31,21 +31,22 @@ from batchfit import workload as workloads
 from batchfit._engine.allocator.footprint import ShapeChangedError, Trace
 from batchfit._engine.batch import sources
 from batchfit._engine.cuda_model.autocast_check import autocast_caveat
-from batchfit._engine.cuda_model.dispatch import CudaRules, replaced
+from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.device.interrupts import TraceInterrupts
 from batchfit._engine.snapshot.rng import UndoStack, global_states
 from batchfit._engine.torch_private.allocator import keeps_cublas_workspaces
-from batchfit._engine.torch_private.dtensor import shapes_derived_apart
 from batchfit._engine.torch_private.dynamo import is_compiled_model, original
 from batchfit._engine.torch_private.modules import flex_attention_check
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.trace.blocks import counts_of_one_holder
 from batchfit._engine.trace.communication import followed
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating, short_generation
+from batchfit._engine.trace.held_tensors import caveats_of, is_paged
 from batchfit._engine.trace.program_lines import HERE, TORCH
-from batchfit._engine.trace.quantised import caveats_of, is_paged
 from batchfit._engine.trace.recorded_reads import RecordedReads
 from batchfit._engine.trace.recorder import TraceRecorder
+from batchfit._engine.trace.torchao_updates import TORCHAO, like_updates_repeated
 from batchfit._engine.trace.untraceable import explained
 from batchfit._engine.trace.values import values_unread
 from batchfit._engine.virtual_memory.memory import eagerly
@@ -90,7 +91,7 @@ class TraceSource(Protocol):
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         """The allocations and frees of some steps; `UntraceableError` where they cannot be traced."""
 
-    def unseen(self) -> tuple[str, ...]:
+    def caveats(self) -> tuple[str, ...]:
         """What no trace of this source shows."""
 
 
@@ -130,8 +131,8 @@ class WorkloadTraces:
         rules, changes = self.rules, self.changes
         return trace(workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach)
 
-    def unseen(self) -> tuple[str, ...]:
-        return (*unseen(self.reach.parts), *self.notes)
+    def caveats(self) -> tuple[str, ...]:
+        return (*trace_caveats(self.reach.parts), *self.notes)
 
 
 def module_classes(parts: Iterable[Any]) -> dict[str, str]:
@@ -144,7 +145,7 @@ def module_classes(parts: Iterable[Any]) -> dict[str, str]:
     return found
 
 
-def unseen(parts: Iterable[Any]) -> Iterator[str]:
+def trace_caveats(parts: Iterable[Any]) -> Iterator[str]:
     """What a trace cannot see of the parts of a workload."""
     if counts_of_one_holder() is None:
         yield (
@@ -280,8 +281,10 @@ def open_trace(
     recorder.recorded = recorded
     stack.enter_context(recorder.in_place.active(rules.autograd_key))
     stack.enter_context(recorder.resizes_seen())
-    stack.enter_context(followed(faked.communication))
-    stack.enter_context(shapes_derived_apart())
+    if faked.communication is not None:
+        stack.enter_context(followed(faked.communication))
+    if TORCHAO in sys.modules:
+        stack.enter_context(like_updates_repeated(recorder.blocks, recorder.host.adopt))
     stack.callback(recorder.host.restore)
     stack.enter_context(not_called_a_trace(recorder.knows))
     stack.enter_context(saved_on_the_host())

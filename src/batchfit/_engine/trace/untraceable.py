@@ -1,4 +1,4 @@
-"""What stood in the way of a trace: the error that a step ended with, as an `UntraceableError`."""
+"""Turns the error that ended a traced step into an `UntraceableError` that says what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of fake tensors: which ones a trace knows, and what reading another one gives.
+"""Values of fake tensors: the few that a trace knows, and what `.item()` of any other gives.
 
 A program may branch on values that depend on neither data nor weights (is this causal mask all true? are
 these positions one sequence?), and a fake tensor has none. Those that a program makes from shapes alone are
@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private.dispatch import schema_of
 from batchfit._engine.torch_private.fake import FakeTensor, unset_fake_temporarily
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit._engine.torch_private.storage import address_of
 from batchfit._engine.trace.program_lines import calling_line, reading
 from batchfit.errors import UntraceableError

@@ -1,4 +1,4 @@
-"""From a workload to its footprint: traces at a few sizes, lines through them, and a check.
+"""Makes a workload's footprint: traces at a few sizes, a line through each allocation, and a check.
 
 Rules:
 - Two small traces show about where the end is; two more near the end give the lines, because the
@@ -58,7 +58,7 @@ class TracedWorkload:
     sizes: tuple[int, ...]
     check: float = 0.0  # how far the lines were from the trace that checks them, as a share of a peak
     trace_s: float = 0.0
-    unseen: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
     small: tuple[Trace, Trace] | None = None  # the first two traces, for another budget's lines
     budget_bytes: int = 0  # where they end
     gap_bytes: float = 0.0  # how far the lines are from the small traces
@@ -179,7 +179,7 @@ def trace_source(
         check_same_stream(first, second)
         least = min((one for one in (most, source.most_size) if one is not None), default=None)
         _draw_lines(traced, traces, around(first, second, budget_bytes, least))
-    traced.unseen = (*source.unseen(), *_growing(traces.all()))
+    traced.caveats = (*source.caveats(), *_growing(traces.all()))
     traced.trace_s = time.perf_counter() - begun
     return traced
 
@@ -262,7 +262,7 @@ def glance(
         with contextlib.suppress(ShapeChangedError, UntraceableError):
             footprint, high = through(end, left_s), end
     took_s = time.perf_counter() - begun
-    return TracedWorkload(source, footprint, (small.size, high), trace_s=took_s, unseen=source.unseen())
+    return TracedWorkload(source, footprint, (small.size, high), trace_s=took_s, caveats=source.caveats())
 
 
 def _gap_bytes(footprint: Footprint, small: Trace) -> float:

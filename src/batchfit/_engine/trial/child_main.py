@@ -31,7 +31,6 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch.distributed
 
-from batchfit._engine.batch.token_source import check_by_samples
 from batchfit._engine.device import oom
 from batchfit._engine.device.device import Device
 from batchfit._engine.device.resolve import device_to_run, resolve_device
@@ -74,7 +73,7 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         loaded = load_target(target)
         made_at = loaded.line
         work = make_workload(target, loaded)
-        check_by_samples(work._source, "isolate=True")
+        work._check_by_samples("isolate=True")
         stage = "place"
         device = device_to_run(work._held, request["device"])
         say(

@@ -1,4 +1,4 @@
-"""The history of a virtual memory, as PyTorch records that of a GPU: allocations with stacks, frees, OOMs.
+"""The allocations, frees and OOMs of a virtual memory with their stacks, in PyTorch's snapshot format.
 
 Rules: recorded only where it was asked for (`recording`); bounded, the oldest entries are forgotten; a stack
 is what Python had, without our own frames. A storage gets an address of its own that is never given again.

@@ -1,4 +1,4 @@
-"""Which storages are alive, and what they weigh.
+"""Which storages are alive, and how many bytes each takes.
 
 Rules that this module keeps:
 - A storage counts once, as long as it lives, with the block that the CUDA caching allocator would take.

@@ -1,4 +1,4 @@
-"""A CPU that is out of memory as a GPU would be: `with virtual_memory("2GiB"): ...`.
+"""`with virtual_memory("2GiB"): ...`: a CPU that is out of memory as a GPU would be.
 
 Rules that this module keeps:
 - What counts is the memory of live CPU tensors, those alive at entry included (`ledger` keeps the count).

@@ -23,9 +23,9 @@ from batchfit._engine.torch_private.dispatch import (
     OpOverload,
     has_cpu_kernel,
     is_composite,
+    modes_disabled,
     plain_functions,
     schema_of,
-    unseen,
 )
 from batchfit._engine.torch_private.storage import storage_address
 
@@ -234,7 +234,7 @@ def computed_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
         dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return block_bytes(math.prod(args[0]) * dtype.itemsize)
     try:
-        with unseen():
+        with modes_disabled():
             given: dict[int, torch.UntypedStorage] = {}
             meta_args = [_to_meta(value, given) for value in args]
             meta_kwargs = {name: _to_meta(value, given) for name, value in kwargs.items()}
@@ -298,7 +298,7 @@ def counted_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int
     if count is None:
         return None
     try:
-        with unseen():
+        with modes_disabled():
             return count(*args, **kwargs)
     except Exception:  # noqa: BLE001 - odd arguments: the operation itself will say what is wrong with them
         return None

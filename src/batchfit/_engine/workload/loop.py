@@ -1,4 +1,4 @@
-"""What a step does to its model, and the loop that it runs in: phases, and variables that are kept.
+"""The training loop that batchfit runs a step in: its phases, and the variables it keeps between steps.
 
     for batch in loader:
         out = model(batch)             # the last step's `out` is there until this one has returned
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import NoneType
 from typing import Any, final
 
@@ -30,6 +31,7 @@ from torch import nn
 
 from batchfit._engine.batch.sources import takes_arguments
 from batchfit._engine.batch.structure import leaves
+from batchfit._engine.batch.token_source import TokenBatches
 from batchfit._engine.device.tensors import plain_parts
 from batchfit._engine.torch_private.dynamo import COMPILED_CALL
 from batchfit._engine.torch_private.modules import call_of
@@ -236,6 +238,17 @@ def device_of(model: Any) -> torch.device | None:
         return None
     device = getattr(model, "device", None)
     return device if isinstance(device, torch.device) else None
+
+
+def each_batch(run: Callable[[Callable[[], Any]], None], source: Any) -> Callable[[int], None]:
+    """A step that runs each of its batches: several of batches by tokens, else one."""
+
+    def step(batch_size: int) -> None:
+        by_tokens = isinstance(source, TokenBatches)
+        for make in source.makers(batch_size) if by_tokens else [partial(source, batch_size)]:
+            run(make)
+
+    return step
 
 
 def autocast_context(autocast: Any, model: nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]]:

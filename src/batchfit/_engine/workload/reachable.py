@@ -1,4 +1,4 @@
-"""What a step can reach: the parts of a training program that it uses, and what else keeps things there.
+"""Finds the models, optimizers and tensors that a step uses, from its functions' variables and objects.
 
 Modules and optimizers that nobody declared (a frozen teacher) are found where the step finds them: in what
 its functions close over, in globals that they name, on the object whose method they are.
@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -141,7 +141,11 @@ def _keeps_things(value: Any) -> bool:
         return True
     if is_array(value):  # a larger one is data, which a trace does not copy
         return bool(value.nbytes <= _SMALL_BYTES)
-    return is_own(value) and bool(tables_of(value))
+    if is_own(value):
+        return bool(tables_of(value))
+    # A library's object that moves its tables to the device when it is first used: a noise schedule.
+    tables = [] if isinstance(value, Tensor | ModuleType) else tables_of(value)
+    return any(isinstance(one, Tensor) for table in tables for one in table.values())
 
 
 def _places_of(function: FunctionType) -> Iterator[NameBinding]:

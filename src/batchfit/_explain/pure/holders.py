@@ -1,4 +1,4 @@
-"""Who holds the memory at the highest moment of a step: by kind, by module, by source line, and over time.
+"""The memory breakdown at a step's peak: by kind, by module, by source line, and over time.
 
 Rules:
 - Each list is a partition: its parts add up to the peak, byte for byte.

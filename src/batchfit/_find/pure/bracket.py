@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from batchfit._find.pure.memory_curve import MemoryReading, cache_is_releasable
 
 # Without max_size a search ends here: no tensor library indexes more samples, and a step that ignores its
-# size would be tried for ever.
+# size would be tried again and again.
 LARGEST = 2**30
 # Sizes below HORIZON are found within LIMIT trials, whatever the readings say (soaks that fail apart).
 HORIZON = 2**13
@@ -183,7 +183,7 @@ class Bracket:
         ends = [
             i
             for i, one in enumerate(state.observations)
-            if not one.fits and one.soak and ran_short(state, one)
+            if not one.fits and one.soak and also_ran_shorter(state, one)
         ]
         since = state.observations[ends[0] :] if ends else state.observations
         setbacks = 0
@@ -228,7 +228,7 @@ class Bracket:
         return self.sizes.at((low + high) // 2)
 
 
-def ran_short(state: State, observation: Observation) -> bool:
+def also_ran_shorter(state: State, observation: Observation) -> bool:
     """The size of `observation` has also run in a trial shorter than a soak."""
     return any(one.size == observation.size and one.fits and not one.soak for one in state.observations)
 

@@ -1,4 +1,4 @@
-"""What to try where readings have errors or the curve may turn: between ray, which is safe, and chord.
+"""The next size where peaks are not on one line: between an estimate that is surely safe and a likely one.
 
 Rules of the curve (`curve_of`; what it says is in `memory_curve`):
 - A size has one reading, the highest. Sizes at or above one that failed are not read.

@@ -1,4 +1,4 @@
-"""Readings that lie on one line, up to what an allocator rounds up: where memory ends, and what to try.
+"""The next size where measured peaks lie on one line, up to the allocator's rounding.
 
 Rules of the line (`line_end`):
 - Errors are bytes, not shares: a reading is above the line by at most what the allocator adds to it. So

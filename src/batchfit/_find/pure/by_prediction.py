@@ -1,4 +1,4 @@
-"""What to try where the size was predicted: the prediction, and once more if it was clearly too low."""
+"""The next size where one was predicted: the prediction, and once more if it was clearly too low."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to try where each trial is a start of a program, which costs the same whether it fits or not.
+"""The next size of a command's search, where each trial starts a whole program, whether it fits or not.
 
 Rules:
 - The peak is convex in the size, and no part of it begins below what is held between steps. So the ray from

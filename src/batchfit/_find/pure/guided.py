@@ -1,4 +1,4 @@
-"""The default strategy: measured memory proposes, the bracket disposes.
+"""The default strategy: the next size comes from measured peaks, within the bracket of sizes still open.
 
 Rules: a pure function of the state, as every strategy. Bisection can always still end the search within
 `LIMIT` trials; a prediction is tried first, and believed as far as what it took says. One module a situation:
@@ -18,9 +18,9 @@ from batchfit._find.pure.bracket import (
     Bracket,
     Request,
     State,
+    also_ran_shorter,
     descend,
     enough,
-    ran_short,
     settle,
 )
 from batchfit._find.pure.by_curve import by_curve, curve_of
@@ -61,7 +61,7 @@ def guided(state: State) -> Request | str:
 def _settled(state: State) -> bool:
     """The last trial was the soak of what was to be the answer, and it survived: no second thoughts."""
     last = state.observations[-1]
-    if not (state.tolerance and last.soak and last.fits and ran_short(state, last)):
+    if not (state.tolerance and last.soak and last.fits and also_ran_shorter(state, last)):
         return False
     return guided(replace(state, observations=state.observations[:-1])) == Request(last.size, True)
 

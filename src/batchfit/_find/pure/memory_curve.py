@@ -1,4 +1,4 @@
-"""What measured peaks say about the sizes that were not tried.
+"""The peak as a function of the size, estimated from measured peaks, with how sure it is.
 
 Rules:
 - The peak of a step is `max over t of (A_t + B_t * size)`, with `A_t` at least what is held between
@@ -44,7 +44,7 @@ _LARGE_BLOCK_LIVE_SHARE = 0.95
 # With nothing known of the blocks: inactive split blocks up to this share of the live tensors do not
 # stand in the way (ConvNeXt, ViT); 7 % do (GPT-2).
 _SMALL_SPLIT_SHARE = 0.05
-# One reading cannot tell fixed from growing memory: take a quarter of what lies above the floor as fixed.
+# One reading cannot separate fixed from growing memory: a quarter of what is above the floor counts as fixed.
 _FIRST_READING_FIXED_SHARE = 0.25
 
 
@@ -191,7 +191,7 @@ class Curve:
         """Which reading the line to the last ones starts from, its error, and whether a line is seen."""
         last = len(self.readings) - 1
         end = self.readings[last]
-        # Exact readings: the nearest three on one line tell most, however close they are.
+        # Exact readings: the nearest three on one line say most, however close they are.
         for middle in range(last - 1, 0, -1):
             error = self._line_error(middle, last)
             if (

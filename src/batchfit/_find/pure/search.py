@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from batchfit._documents import parse_json
+from batchfit._config_files import parse_json
 from batchfit._find.pure.bracket import Bracket, Observation, Request, State
 from batchfit._find.pure.strategies import STRATEGIES
 from batchfit.errors import ResultFileError

@@ -1,4 +1,4 @@
-"""Who gets which samples of an epoch: batches, ranks, and prefetched batches.
+"""Which rank gets which samples of an epoch, when the batch size may change and batches are prefetched.
 
 Rules
 - An epoch is a row of samples, the same on all ranks. A batch is the next run of them, and each rank gets a

@@ -1,4 +1,4 @@
-"""How far a run has come, and what a loader asks about it."""
+"""How far a run has come: epoch, step, samples and tokens."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Rules
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
@@ -78,10 +78,25 @@ class WindowPlan:
 def cut_by_tokens(lengths: Sequence[int], limits: TokenLimits) -> list[Run]:
     """Runs of samples, each as long as fits; `lengths` are sorted, in either direction, unless packed."""
     runs: list[Run] = []
-    count, start = len(lengths), 0
+    run_from, start = _longest_run(lengths, limits), 0
+    while start < len(lengths):
+        runs.append(run_from(start))
+        start = runs[-1][1]
+    return runs
+
+
+def longest_runs(lengths: Sequence[int], limits: TokenLimits, first: int) -> list[Run]:
+    """The longest run that begins with each sample from `first` on, where `lengths` fall."""
+    return list(map(_longest_run(lengths, limits), range(first, len(lengths))))
+
+
+def _longest_run(lengths: Sequence[int], limits: TokenLimits) -> Callable[[int], Run]:
+    """The longest run from a position on, as a function of that position."""
+    count = len(lengths)
     totals = list(accumulate(lengths, initial=0)) if limits.packed else []
     descending = count > 0 and lengths[0] >= lengths[-1]
-    while start < count:
+
+    def run_from(start: int) -> Run:
         most = count if limits.max_rows is None else min(count, start + limits.max_rows)
         if limits.packed:
             stop = bisect_right(totals, totals[start] + limits.max_tokens, start + 1, most + 1) - 1
@@ -90,27 +105,11 @@ def cut_by_tokens(lengths: Sequence[int], limits: TokenLimits) -> list[Run]:
         else:
             # Tokens grow with every sample that is added, which is the longest so far.
             ends = range(start + 1, most + 1)
-            tokens = lambda stop, start=start: limits.padded(lengths[stop - 1]) * (stop - start)  # noqa: E731
+            tokens = lambda stop: limits.padded(lengths[stop - 1]) * (stop - start)  # noqa: E731
             stop = start + bisect_right(ends, limits.max_tokens, key=tokens)
-        stop = start + limits.rounded(min(stop, most) - start)
-        runs.append((start, stop))
-        start = stop
-    return runs
+        return start, start + limits.rounded(min(stop, most) - start)
 
-
-def longest_runs(lengths: Sequence[int], limits: TokenLimits, first: int) -> list[Run]:
-    """The longest run that begins with each sample from `first` on, where `lengths` fall."""
-    count, runs = len(lengths), []
-    totals = list(accumulate(lengths, initial=0)) if limits.packed else []
-    for start in range(first, count):
-        if limits.packed:
-            most = bisect_right(totals, totals[start] + limits.max_tokens) - 1 - start
-        else:
-            most = min(count - start, limits.max_tokens // limits.padded(lengths[start]))
-        if limits.max_rows is not None:
-            most = min(most, limits.max_rows)
-        runs.append((start, start + limits.rounded(most)))
-    return runs
+    return run_from
 
 
 def plan_window(

@@ -1,4 +1,4 @@
-"""Language models that write: by their names, in the order of `batchfit plan --list-models`."""
+"""The table of decoder language models that `plan` knows by name, as `--list-models` prints it."""
 
 from __future__ import annotations
 

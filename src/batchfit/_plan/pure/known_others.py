@@ -1,4 +1,4 @@
-"""Models that read, see, hear and paint: by their names.
+"""The table of other models that `plan` knows by name: text encoders, vision, speech, diffusion.
 
 Of a diffusion model it is the network that a fine-tuning script trains, without VAE and text encoders.
 """

@@ -1,7 +1,9 @@
 """The options of a plan: the keywords of `plan`, and the flags of `batchfit plan`.
 
 Rules: as in `_find.pure.options`. A GPU is a name, a name with a number of them ("h100x8"), or a name with
-its memory ("a100=32GiB", for a GPU that is not known, or only a part of one).
+its memory ("a100=32GiB", for a GPU that is not known, or only a part of one). A number at the end of an
+unknown name is part of it ("gtx1080=8GiB"), unless three letters stand before the "x" ("mygpux8=24GiB").
+A price is that of what was named: of one "h100", or of all eight of "h100x8".
 """
 
 from __future__ import annotations
@@ -121,7 +123,20 @@ class PlanOptions:
                 price = 0.0
             if not name or not 0 < price < float("inf"):
                 raise ValueError(f"prices must be GPU=AMOUNT with an amount above 0, not {text!r}")
-            found[_column(name).gpu.name] = price
+            column = self._priced(name, text)
+            found[column.gpu.name] = price / column.count
+        return found
+
+    def _priced(self, name: str, text: str) -> PlanGpu:
+        """What a price is for: a GPU that is planned for, or several of it."""
+        planned = {one.gpu.name: one for one in self.columns}
+        plain, count = _counted(name)
+        if plain in planned:  # its memory was given, and nobody else knows the name
+            return replace(planned[plain], count=count)
+        found = _column(name) if _is_known(plain) else None
+        if found is None or found.gpu.name not in planned:
+            names = ", ".join(planned)
+            raise ValueError(f"prices must be of a GPU that is planned for ({names}), not {text!r}")
         return found
 
 
@@ -136,20 +151,27 @@ def _column(text: str) -> PlanGpu:
     from batchfit._engine.allocator.gpus import DEFAULT, gpu_named
 
     name, _, memory = text.partition("=")
-    count = 1
-    counted = _COUNTED.fullmatch(name)
-    if counted is not None and not _is_known(name):
-        name, count = counted["name"], int(counted["count"])
+    name, count = _counted(name)
     if not memory:
         if not _is_known(name):
             raise ValueError(f"{_named_wrong(name)} Its memory can be given: {name}=24GiB")
         return PlanGpu(text, gpu_named(name), count)
     usable = parse_bytes(memory, name="gpus")
     if _is_known(name):
-        return PlanGpu(text, replace(gpu_named(name), usable_bytes=usable), count)
+        return PlanGpu(text, replace(gpu_named(name), usable_bytes=usable, source="given"), count)
     note = f"{name}: not known, so the kernels of an {DEFAULT.name} are assumed"
-    other = replace(DEFAULT, name=name, measured=False, source="nominal", note=note, usable_bytes=usable)
+    other = replace(DEFAULT, name=name, measured=False, source="given", note=note, usable_bytes=usable)
     return PlanGpu(text, other, count)
+
+
+def _counted(text: str) -> tuple[str, int]:
+    """A name, and how many of it."""
+    counted = _COUNTED.fullmatch(text)
+    if counted is None or _is_known(text):
+        return text, 1
+    name = counted["name"]
+    # "gtx1080" and "rtx409" are names, not a thousand of "gt".
+    return (name, int(counted["count"])) if _is_known(name) or len(name) > 2 else (text, 1)
 
 
 def _is_known(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A row of a plan as what to paste into a program: arguments of a trainer.
+"""A row of a plan as arguments of a trainer, to paste into a program.
 
 Rules: only what the setting says; names of arguments are those of the newest versions (transformers 5, TRL 1,
 Lightning 2.5, torchtune 0.6). A setting that a trainer cannot be given by arguments is said in a comment.
@@ -110,7 +110,7 @@ def _torchtune(row: PlanRow, cell: PlanCell, seq_len: int | None) -> list[str]:
         f"enable_activation_checkpointing: {'True' if options['checkpointing'] != 'none' else 'False'}",
     ]
     if options.get("shards"):
-        found.append("# FSDP2: tune run --nproc_per_node 8 full_finetune_distributed")
+        found.append("# FSDP2: tune run --nproc_per_node GPUS full_finetune_distributed")
     if seq_len is not None:
         found.append(f"tokenizer.max_seq_len: {seq_len}")
     if row.method != "full":

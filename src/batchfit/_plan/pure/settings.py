@@ -1,4 +1,4 @@
-"""The rows of a plan: what a fine-tuning or training run can be set to.
+"""Which rows a plan has: the settings (method, dtype, optimizer, checkpointing, loss) of each kind of model.
 
 Rules: a setting is data; `workloads.py` makes the step of it, as a training script would. The rows of a task
 go from what trains most to what needs least. A setting that needs a library that is not installed is left

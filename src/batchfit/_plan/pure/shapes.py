@@ -1,4 +1,4 @@
-"""Public models by name.
+"""Finds a public model by its name, in the tables `known_decoders.py` and `known_others.py`.
 
 Rules: a name is found however it is written: with or without its owner, in any case, `Qwen/Qwen3-8B` or
 `qwen3-8b`. The number of parameters is the published one, and a test builds each model and counts.

@@ -90,6 +90,8 @@ class PredictOptions:
     @property
     def layout(self) -> ShardLayout | None:
         """How a plain model is spread over ranks; None where the program does it, or there is one process."""
+        if self.ranks is None and self.shard is None and self.offload is False:
+            return None
         return layout_of(self.ranks, self.shard, self.offload)
 
     @property

@@ -15,12 +15,15 @@ from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit._program.probe.memory import gpus_of, limit_gpu
 from batchfit._program.probe.passes import has_weights, in_loader_worker
 
+_LIMITS: list[MemoryLimit] = []  # of this process, to its end
+
 
 @final
 class MemoryLimit:
     """Limits this process, once a module with weights of its own runs for the first time."""
 
     def __init__(self, budget_bytes: int) -> None:
+        _LIMITS.append(self)  # the hook is gone after the first pass, and virtual memory ends with its holder
         self._budget_bytes = budget_bytes
         self._handle = register_module_forward_pre_hook(self._before)
 

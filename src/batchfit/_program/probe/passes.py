@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -40,7 +39,6 @@ class PassCounter:
         self.samples = 0  # the most samples that a pass had, since the one before `forget`
         self.elements = 0  # the most numbers that a pass was given, since then
         self._last = 0, 0  # samples and numbers of the last pass
-        self.with_gradients = 0
         self._root: nn.Module | None = None  # the outermost module, while it runs
         self._depth = 0  # how often it was called within itself
         self._shape: tuple[int, ...] = ()
@@ -83,7 +81,6 @@ class PassCounter:
             return
         self._root = None
         self.count += 1
-        self.with_gradients += torch.is_grad_enabled()
         self.evaluation.take_pass(module)
         tensors = [one for one in tensors_in((args, kwargs)) if one.dim()]
         shape = tuple(tensors[0].shape) if tensors else ()

@@ -252,7 +252,7 @@ class Probe:
 
     def _ends(self) -> dict[str, Any]:
         """What there is to add where the process exits by itself."""
-        if not self._counts and self._passes.count and not self._steps:
+        if not self._counts and self._passes.count and not self._steps and not _has_gradients():
             # Too few passes to look for an optimizer: what it did is what it does.
             self._host_s = self._clock.end()
             self._steps = self._evaluation_steps + 1
@@ -279,6 +279,12 @@ def _gradient_bytes(optimizer: Any) -> int:
         one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None
     ]
     return sum(one.untyped_storage().nbytes() for one in gradients if one.layout is torch.strided)
+
+
+def _has_gradients() -> bool:
+    """Whether an optimizer is there with gradients, which a step would take."""
+    groups = [group for one in optimizers() for group in getattr(one, "param_groups", ())]
+    return any(one.grad is not None for group in groups for one in group.get("params", ()))
 
 
 def _parameters(optimizer: Any) -> set[int]:

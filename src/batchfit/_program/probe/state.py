@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from batchfit._engine.torch_private.modules import datasets_of_iterators
 from batchfit._engine.workload.reachable import NameBinding
 
 _PARTS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -60,6 +61,7 @@ def optimizers() -> list[Any]:
 
 def dataset_samples() -> int | None:
     """How many samples the largest dataset has that a loader of the program reads; None without one."""
-    found = [one for one in gc.get_objects() if issubclass(type(one), torch.utils.data.DataLoader)]
-    datasets = [one.dataset for one in found if hasattr(type(one.dataset), "__len__")]
-    return max((len(one) for one in datasets), default=None)
+    found = gc.get_objects()
+    loaders = [one for one in found if issubclass(type(one), torch.utils.data.DataLoader)]
+    datasets = [*(one.dataset for one in loaders), *datasets_of_iterators(found)]
+    return max((len(one) for one in datasets if hasattr(type(one), "__len__")), default=None)

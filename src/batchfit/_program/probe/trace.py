@@ -161,8 +161,8 @@ class ProgramTrace:
             return None
         from batchfit._check.record import record_of_trace
 
-        card, root = self._rules.gpu.name, Path(self._root)
-        return record_of_trace(traced, self._parts, card, root, made=self._made)
+        gpu_name, root = self._rules.gpu.name, Path(self._root)
+        return record_of_trace(traced, self._parts, gpu_name, root, made=self._made)
 
     def explained(self, error: BaseException) -> UntraceableError | None:
         """What stood in the way of the trace; None for an error before it has begun."""

@@ -1,4 +1,4 @@
-"""The last lines that a program has printed, as a person would want them in an error."""
+"""The last lines that a program has printed, shortened for an error."""
 
 from __future__ import annotations
 

@@ -112,10 +112,10 @@ class CommandTemplate:
         """The environment variables that hold the size."""
         return {name: str(size) for name in self.env}
 
-    def shown(self, size: int) -> str:
+    def shown(self, size: int, *, out: str = OUT) -> str:
         """The command as one would type it, with its settings before it or behind it."""
         before = [f"{name}={size}" for name in self.env]
-        text = " ".join([*before, *(_quoted(word) for word in self.command(size))])
+        text = " ".join([*before, *(_quoted(word) for word in self.command(size, out=out))])
         places = [f"{one.key}: {size} in {one.file}" for one in self.sets]
         return "  ".join([text, *(f"({place})" for place in places)])
 

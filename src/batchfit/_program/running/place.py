@@ -1,4 +1,4 @@
-"""Where a program is run for real: a folder for files of ours, and what ends all of it in every case.
+"""One real run's folder of our files, its token, and the watch that ends all its processes.
 
 Rules: every process of the run has its token, so that all of them are found wherever they went. Where this
 process is killed, a watch ends them and deletes the folder.

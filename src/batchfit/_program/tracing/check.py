@@ -36,7 +36,7 @@ def check_program(traces: ProgramTraces, options: CheckOptions, *, name: str) ->
                 f"{keyword} must be left out for a command with no place for the size, such as {{}}"
             )
     size = options.batch_size or (None if before is None else before.batch_size)
-    notes = list(traces.unseen())
+    notes = list(traces.caveats())
     budget = None
     if budget_bytes is not None:
         budget = budget_bytes, _largest(traces, budget_bytes, notes)

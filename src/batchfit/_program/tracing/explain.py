@@ -15,7 +15,7 @@ from batchfit._engine.trace.workload import trace_source
 from batchfit._explain.explain import explanation
 from batchfit._explain.pure.holders import Peak
 from batchfit._explain.pure.options import ExplainOptions
-from batchfit._explain.study import LEAST_GAIN
+from batchfit._explain.replayed_changes import LEAST_GAIN
 from batchfit._program.tracing.traces import ProgramTraces, lines_from_what_there_is, whole_batches
 from batchfit.results import MemoryExplanation, WhatIf
 
@@ -51,7 +51,7 @@ def explain_program(traces: ProgramTraces, options: ExplainOptions) -> MemoryExp
         classes=traces.classes,
         outside="outside modules",
         what_ifs=found,
-        unseen=(*traces.unseen(), *notes),
+        caveats=(*traces.caveats(), *notes),
         begun=begun,
     )
 

@@ -23,13 +23,13 @@ from batchfit._check.pure.record import TracedRecord
 from batchfit._engine.allocator.footprint import Trace
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.dispatch import CudaRules
-from batchfit._engine.trace.trace import STEPS, unseen
+from batchfit._engine.trace.trace import STEPS, trace_caveats
 from batchfit._explain.pure.holders import Peak
 from batchfit._program.command_run import CommandRun
 from batchfit._program.probe_run import check_seen, start_run
+from batchfit._program.pure.size_use import SizeUse, note_use
 from batchfit._program.pure.template import CommandTemplate
 from batchfit._program.pure.trace_file import read_record, read_trace
-from batchfit._program.pure.usage import SizeUse, note_use
 from batchfit._program.rank_reports import Reports
 from batchfit.errors import ProgramError, UntraceableError
 
@@ -48,7 +48,7 @@ class TooFewSamplesError(Exception):
 
     def __init__(self, most: int) -> None:
         self.most = most
-        super().__init__(f"the program has too few samples: {most} at most")
+        super().__init__(f"the program has too few samples for two batches: {most} each at most")
 
 
 @final
@@ -98,9 +98,9 @@ class ProgramTraces:
         """Traces for another GPU, which need no new run of the program itself."""
         return replace(self, gpu=gpu, _traces={}, _uses=[one for one in self._uses if one.peak_bytes is None])
 
-    def unseen(self) -> tuple[str, ...]:
+    def caveats(self) -> tuple[str, ...]:
         """What no trace of a program shows."""
-        return (CAVEAT, *unseen(()))
+        return (CAVEAT, *trace_caveats(()))
 
     def trace(self, size: int, *, steps: int, limit_s: float | None = None) -> Trace:
         """Run the command at a size with its steps recorded; one run serves any number of steps."""
@@ -131,7 +131,7 @@ class ProgramTraces:
         largest = note_use(self._uses, replace(reports.use(size), peak_bytes=peak_bytes))
         if largest is not None:
             self.samples = self.samples or largest
-            raise TooFewSamplesError(largest)
+            raise TooFewSamplesError(largest // STEPS)
 
     def recorded_at(self, size: int | None, root: Path) -> TracedRecord:
         """The record of its peak by lines, files named from `root`; None: at the size that it has."""
@@ -170,7 +170,7 @@ class ProgramTraces:
             check_seen(run, self.template.words, heard=reports.heard, code=code)
             text = run.found("record")
             if text is None and code == 0 and size > SMALL + 1 and reports.failure is None:
-                raise TooFewSamplesError(size // 2)
+                raise TooFewSamplesError(size // STEPS)
             if text is None:
                 raise self._failed(run, reports, code, size)
             return _Recorded(text, reports)

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, model_validator
 
-from batchfit._documents import sentence
+from batchfit._config_files import sentence
 from batchfit._loader.pure.progress import Progress
-from batchfit._schedule.pure.bound import BoundPlan, checked_size, count_in, fitted
+from batchfit._schedule.pure.bound_plan import BoundPlan, checked_size, count_in, fitted
 from batchfit._schedule.pure.functions import checked_function
 from batchfit._units import Rounding, parse_count, whole
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from batchfit._loader.pure.progress import Progress
-from batchfit._schedule.pure.bound import fitted
+from batchfit._schedule.pure.bound_plan import fitted
 from batchfit._units import Rounding
 
 _REASONS_KEPT = 64  # epochs: a loader asks ahead of what is trained, and not that far

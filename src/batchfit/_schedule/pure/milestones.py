@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from batchfit._schedule.pure.bound import UNITS
+from batchfit._schedule.pure.bound_plan import UNITS
 from batchfit._units import parse_count
 
 FORM = "text or a mapping such as '0:256 20:512' or {0: 256, 20: 512}"

@@ -1,4 +1,4 @@
-"""A schedule for one run: the plan of any kind, with the limits of that run.
+"""Binds a schedule of any kind to one run: checks its limits and makes the `BoundPlan`.
 
 Rules: wrong sizes, ranks and limits are errors here, before training, for all kinds in the same
 words. A size is a multiple of `world_size` where that was given, and of `microbatch_size` on every rank where
@@ -7,10 +7,10 @@ that was, whoever said how many ranks there are. A schedule by noise has no plan
 
 from __future__ import annotations
 
-from batchfit._schedule.pure.bound import BoundPlan, checked_size
+from batchfit._schedule.pure.bound_plan import BoundPlan, checked_size
 from batchfit._schedule.pure.config import BatchSizeConfig, PlannedConfig
 from batchfit._schedule.pure.increase import Increases
-from batchfit._schedule.pure.plan import Constant
+from batchfit._schedule.pure.phases import Constant
 from batchfit.schedules import IncreaseBatchSizeConfig
 
 

@@ -1,4 +1,4 @@
-"""All that one device's part of a snapshot shows, before it is put into words.
+"""The evidence in one device's part of a snapshot: totals, breakdowns, leaks, fragmentation.
 
 Rules: what the file does not say stays unknown. How much the process could have is one of: given, written by
 `record_oom`, what was reserved and free (the GPU itself was full), or only bounded (a cap).
@@ -113,7 +113,7 @@ def examine(snapshot: MemorySnapshot, device: int, options: WhyOptions) -> Devic
     free = free_memory(lives, segments)
     loop = find_steps(snapshot, lives)
     end = LiveMemory.after(lives, lives.end - 1, table)
-    peak_bytes = max([lives.begin_bytes, *_top(lives)])
+    peak_bytes = max(lives.begin_bytes, max(lives.totals, default=0))
     settings = settings_of(snapshot.settings)
     asked = history.sizes[lives.end] if lives.has_oom else 0
     stack = history.stacks[lives.end] if lives.has_oom else 0
@@ -162,10 +162,6 @@ def examine(snapshot: MemorySnapshot, device: int, options: WhyOptions) -> Devic
     )
 
 
-def _top(lives: Lifetimes) -> list[int]:
-    return [max(lives.totals)] if lives.totals else []
-
-
 def _leaks(lives: Lifetimes, loop: StepLoop, table: StackTable) -> list[LeakingLine]:
     """Those that matter: a line that leaves behind a thousandth of what is live is none."""
     return [one for one in leaks(lives, loop, table.line, table.kinds) if one.size * 1000 >= lives.end_bytes]
@@ -173,7 +169,7 @@ def _leaks(lives: Lifetimes, loop: StepLoop, table: StackTable) -> list[LeakingL
 
 def _room(lives: Lifetimes, free: FreeMemory, needed: int, total: int | None, *, is_virtual: bool) -> _Room:
     """How much memory the process had when the request failed."""
-    most = max([free.reserved, *([max(lives.reserved)] if lives.reserved else [])])
+    most = max(free.reserved, max(lives.reserved, default=0))
     left = lives.history.addresses[lives.end] if lives.has_oom else 0
     if is_virtual:
         return _Room(free.reserved + left, 0, left, total, None, False)

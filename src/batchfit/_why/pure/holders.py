@@ -1,4 +1,4 @@
-"""Who holds the memory at one moment of a history: by kind, by module, by line; and over time.
+"""The memory breakdown at one moment of a snapshot's history: by kind, by module, by line; and over time.
 
 Rules: each list adds up to what is live, byte for byte, in bytes that were asked for. What was live before
 the history began is reported as such, with its stack where the file has it.
@@ -15,7 +15,7 @@ from batchfit._why.pure.lifetimes import Lifetimes
 from batchfit._why.pure.snapshot import ALLOC, FREE, FREE_REQUESTED
 from batchfit._why.pure.stacks import BEFORE, KIND_NAMES, PHASES, StackTable
 
-_BEFORE = "allocated before the recording began"
+_BEFORE = "before the recording"
 POINTS = 240  # of a timeline
 
 

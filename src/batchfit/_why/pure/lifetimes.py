@@ -1,4 +1,4 @@
-"""What was live at each moment of a history: each allocation with its free, totals, and what was before.
+"""What was live at each moment of a snapshot's history: each allocation matched with its free, and totals.
 
 Rules:
 - A block is live from its `alloc` to its `free_completed`: between the request and that, another stream may

@@ -1,8 +1,8 @@
 """What a stack says about the memory that it allocated: whose line it is, which kind, which module.
 
 Rules:
-- A stack has the innermost frame first. A line is the user's if its file is no library's; a stack without one
-  goes by its innermost frame of Python.
+- A stack has the innermost frame first. A line is the user's if its file is no library's. A stack without
+  one, or whose only one is the call of a trainer, goes by its innermost frame that is not torch's.
 - Kinds are read off functions of torch whose part in a step is known (`_init_group` makes optimizer state).
   What none of them shows is "other", never a guess.
 - The threads of autograd run no Python: an allocation without a stack, in a history that has stacks, was made
@@ -34,7 +34,7 @@ KIND_NAMES = (
 )
 PHASES = {OPTIMIZER: "optimizer", TEMPORARIES: "optimizer", GRADIENTS: "backward", ACTIVATIONS: "forward"}
 _LONGEST_NAME = 120
-IN_BACKWARD = "backward (no Python stack)"
+IN_BACKWARD = "backward (no stack)"
 NO_STACK = "no stack was recorded"
 _LIBRARY = re.compile(
     r"(?:^|/)(?:site|dist)-packages/|(?:^|/)lib/python3(?:\.\d+)?/|(?:^|/)torch/(?:nn|optim|autograd|utils)/"
@@ -42,6 +42,8 @@ _LIBRARY = re.compile(
 _TORCH = re.compile(
     r"(?:^|/)torch/(?:nn|optim|autograd|utils|cuda|_dynamo|_inductor|amp)/|(?:site|dist)-packages/torch/"
 )
+_PACKAGES = re.compile(r"(?:site|dist)-packages/")
+_LOOPS = frozenset(["train", "fit", "validate", "test", "evaluate", "predict"])  # of a trainer
 INSIDE_A_MODULE = ("_call_impl", "_wrapped_call_impl")
 _MAKES_WEIGHTS = frozenset(
     ["_apply", "reset_parameters", "load_state_dict", "from_pretrained", "_load_state_dict_into_model"]
@@ -130,10 +132,21 @@ def is_loop_file(filename: str) -> bool:
 
 def _line(stack: Sequence[StackFrame]) -> str:
     frames = _python(stack)
-    mine = next((one for one in frames if is_users(one)), None)
-    if mine is None:
-        mine = frames[0] if frames else (stack[0] if stack else None)
-    return "" if mine is None else shown(mine)
+    inner = next((number for number, one in enumerate(frames) if is_users(one)), len(frames))
+    calls_a_loop = 0 < inner < len(frames) and frames[inner - 1].name in _LOOPS
+    if inner == len(frames) or calls_a_loop:
+        # The line of `trainer.train()` is that of everything: the library's own line says more.
+        theirs = next((one for one in frames[:inner] if _is_of_a_trainer(one)), None)
+        if theirs is not None:
+            return shown(theirs)
+    chosen = frames[inner : inner + 1] or frames[:1] or list(stack[:1])
+    return shown(chosen[0]) if chosen else ""
+
+
+def _is_of_a_trainer(frame: StackFrame) -> bool:
+    """Whether a frame is in a library that is neither Python's, nor torch, nor this one."""
+    name = frame.filename.replace(chr(92), "/")
+    return bool(_PACKAGES.search(name)) and not _TORCH.search(name) and "/batchfit/" not in name
 
 
 def _kind(stack: Sequence[StackFrame]) -> int:

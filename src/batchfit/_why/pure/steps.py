@@ -1,4 +1,4 @@
-"""The steps of a training loop, found in the stacks of its allocations; what grew, and which step is longer.
+"""The steps of a training loop, found in stacks of allocations: what leaks, and which step is longer.
 
 No entry of a history says where a step begins. But a loop's body runs from its first line to its last and
 back to its first: the line of the function that has the loop jumps back once per step.
@@ -59,10 +59,6 @@ class StepLoop:
 
     steps: tuple[LoopStep, ...] = ()
     function: str = ""
-
-    def step_of(self, entry: int) -> int:
-        """The number of the step of an entry; -1 before the first."""
-        return bisect_right([one.begin for one in self.steps], entry) - 1
 
 
 def find_steps(snapshot: MemorySnapshot, lives: Lifetimes) -> StepLoop:

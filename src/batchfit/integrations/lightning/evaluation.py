@@ -247,7 +247,7 @@ class Evaluation:
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         if sizes[largest] < 2 and not self._sharded:
             return
-        with self._unseen():
+        with self._leaving_nothing():
             once, again = (self._tried(done, done.micros[largest], sizes[largest]) for _ in range(2))
             halves = self._tried(done, done.micros[largest], -(-sizes[largest] // 2))
         for name, value in once.items():
@@ -283,7 +283,7 @@ class Evaluation:
         return tried.numbers()
 
     @contextmanager
-    def _unseen(self) -> Iterator[None]:
+    def _leaving_nothing(self) -> Iterator[None]:
         """What runs inside leaves nothing behind."""
         restore, saved = generators_now(), saved_metrics(self._metrics)
         lists, attributes = _lists(self._module), _plain(self._module)

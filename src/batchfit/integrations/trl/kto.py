@@ -109,6 +109,16 @@ def rows_of_kto(micro: dict[str, Any], chosen: slice | list[int]) -> dict[str, A
     return {name: some(value) for name, value in micro.items()}
 
 
+def all_desirable(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch for the search, whose labels are all true.
+
+    The model runs all samples whatever their labels are; these pick one number per sample afterwards. A trace
+    knows no values of a batch but those that are the same for all samples.
+    """
+    label = batch.get("label")
+    return {**batch, "label": torch.ones_like(label)} if isinstance(label, torch.Tensor) else batch
+
+
 def with_kl(micro: dict[str, Any]) -> dict[str, Any]:
     """A microbatch as TRL takes it, with zero for the reference's part: an estimate is a difference."""
     found = {name: one for name, one in micro.items() if name != _GROUP}

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
+from batchfit.integrations.trl.kto import all_desirable
 from batchfit.integrations.trl.packed import LongestSequences
 from batchfit.integrations.trl.pairs import paired, unpaired
-from batchfit.integrations.trl.trainers import flattens, trains_on_pairs
+from batchfit.integrations.trl.trainers import flattens, name_of, trains_on_pairs
 from batchfit.workload import batches
 
 
@@ -33,4 +34,7 @@ def search_batches(trainer: Any, samples: Any, collate: Any, largest: int) -> Se
     if trains_on_pairs(trainer):
         source = batches(samples, collate_fn=lambda rows: paired(dict(collate(rows))))
         return SearchBatches(source, unpaired, largest)
+    if name_of(trainer) == "KTOTrainer":
+        source = batches(samples, collate_fn=lambda rows: all_desirable(dict(collate(rows))))
+        return SearchBatches(source, lambda batch: batch, largest)
     return SearchBatches(batches(samples, collate_fn=collate), lambda batch: batch, largest)

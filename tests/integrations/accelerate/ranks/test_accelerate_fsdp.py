@@ -44,6 +44,12 @@ def test_accumulated_batches_end_as_the_plain_loop(found: list[dict[str, Any]], 
         assert one[name]["fired"] == (name == "oom" and rank % 2 == 1)
 
 
+def test_so_they_do_in_single_precision(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        plain, split = (torch.tensor(one[f"{name}, single"]["weights"]) for name in ("plain", "split"))
+        assert 0 < (split - plain).norm() < 1e-5 * plain.norm()
+
+
 def test_a_loop_goes_on_from_the_state_that_accelerate_saved(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert one["resumed"]["weights"] == pytest.approx(one["plain"]["weights"], abs=1e-10)

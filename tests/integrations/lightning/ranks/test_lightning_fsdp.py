@@ -51,6 +51,12 @@ def test_weights_are_those_of_plain_training(reported: list[dict[str, Any]], nam
         assert (retries > 0) == (name == "oom")
 
 
+def test_so_they_are_in_single_precision(reported: list[dict[str, Any]]) -> None:
+    for one in reported:
+        plain, split = (torch.tensor(one[name]) for name in ("single", "single/split"))
+        assert 0 < (split - plain).norm() < 1e-5 * plain.norm()
+
+
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_run_goes_on_from_its_checkpoint(reported: list[dict[str, Any]], kind: str) -> None:
     for one in reported:

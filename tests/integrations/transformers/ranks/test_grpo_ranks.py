@@ -27,6 +27,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.slow
 def test_a_rank_that_is_out_of_memory_in_both_phases_ends_with_the_weights_of_the_plain_trainer(
     name: str, answers: list[dict[str, Any]]
 ) -> None:

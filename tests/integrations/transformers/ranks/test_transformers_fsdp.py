@@ -75,6 +75,12 @@ def test_a_forced_split_ends_as_the_plain_trainer_under_fsdp2(answers: list[dict
         assert near(split, torch.tensor(plain, dtype=torch.float64))
 
 
+def test_so_it_does_in_single_precision(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        plain, split = (torch.tensor(weights) for weights, _ in answer["single"])
+        assert 0 < (split - plain).norm() < 1e-5 * plain.norm()
+
+
 def test_all_ranks_find_what_fits_on_the_smallest(answers: list[dict[str, Any]]) -> None:
     found, steps = answers[0]["find"]
     assert all(answer["find"] == [found, steps] for answer in answers)

@@ -1,1 +1,1 @@
-"""Which samples are in which microbatch, decided without torch."""
+"""One microbatch as a value, without torch."""

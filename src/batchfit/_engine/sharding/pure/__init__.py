@@ -1,1 +1,1 @@
-"""What is asked for, without torch."""
+"""The layout that a user asks for, parsed and checked without torch."""

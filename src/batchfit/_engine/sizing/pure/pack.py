@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from batchfit._engine.batch.pure.pieces import PaddedShape, Piece
+from batchfit._engine.batch.pure.microbatch import Microbatch, PaddedShape
 
 # Lengths are rounded up to this: kernels work in tiles of 64; finer steps cost more shapes than they save.
 MULTIPLE: Final = 64
@@ -72,7 +72,7 @@ class SeenShapes:
     seen: tuple[PaddedShape, ...] = ()
     batches: int = 0
 
-    def ran(self, packs: Iterable[Piece]) -> SeenShapes:
+    def ran(self, packs: Iterable[Microbatch]) -> SeenShapes:
         """With the shapes of one more batch."""
         seen = dict.fromkeys(self.seen)
         for one in packs:
@@ -110,7 +110,7 @@ def pack(
     padded_length: int | None = None,
     shapes: SeenShapes | None = None,
     costs: Costs | None = None,
-) -> tuple[Piece, ...]:
+) -> tuple[Microbatch, ...]:
     """Microbatches for samples of these lengths, the longest first.
 
     `most_samples` is how many samples fit (None: any number), or a function of the padded length that says
@@ -138,7 +138,7 @@ def pack(
     fee = costs.new_shape / (1 + shapes.batches / _PATIENCE)
     packs, start = [], 0
     for count, length in _cheapest_path(grid, most, known, fee, costs):
-        packs.append(Piece(tuple(order[start : start + count]), count, length))
+        packs.append(Microbatch(tuple(order[start : start + count]), count, length))
         start += count
     return tuple(packs)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, final
 
-from batchfit._engine.batch.pure.pieces import Shape
+from batchfit._engine.batch.pure.microbatch import Shape
 
 log = logging.getLogger("batchfit")
 

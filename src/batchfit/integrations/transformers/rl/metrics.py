@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -98,12 +98,25 @@ def _joined(name: str, values: list[tuple[float, float]]) -> float:
 def on_this_rank(accelerator: Any) -> Iterator[None]:
     """Let the collectives of metrics answer for this rank alone."""
 
-    def same(value: Any, *given: Any, **named: Any) -> Any:
-        return value
+    with _answered(accelerator, lambda value: value):
+        yield
+
+
+@contextmanager
+def no_metrics(accelerator: Any) -> Iterator[None]:
+    """Let them answer zeros on the host: in a search nobody reads metrics, and a trace knows no values."""
+    with _answered(accelerator, lambda value: torch.zeros(value.shape, dtype=value.dtype)):
+        yield
+
+
+@contextmanager
+def _answered(accelerator: Any, answer: Callable[[Any], Any]) -> Iterator[None]:
+    def answered(value: Any, *given: Any, **named: Any) -> Any:
+        return answer(value)
 
     with ExitStack() as stack:
         for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
             if name not in vars(accelerator):
-                setattr(accelerator, name, same)
+                setattr(accelerator, name, answered)
                 stack.callback(delattr, accelerator, name)
         yield

@@ -24,7 +24,7 @@ import batchfit
 from batchfit.integrations.transformers.rl.checks import unguarded_generation
 from batchfit.integrations.transformers.rl.generation import keeping_checkpointing
 from batchfit.integrations.transformers.rl.loss_phase import HeldBatch, run_loss
-from batchfit.integrations.transformers.rl.metrics import on_this_rank
+from batchfit.integrations.transformers.rl.metrics import no_metrics
 from batchfit.integrations.transformers.rl.phases import phases_of
 
 log = logging.getLogger("batchfit")
@@ -85,8 +85,7 @@ def longest_prompt(trainer: Any) -> list[int] | None:
 
 def _keywords(trainer: Any, most: int) -> dict[str, Any]:
     options = trainer._batchfit.options
-    # TRL's losses read numbers of their metrics back, which no trace can know.
-    return {"max_size": most, "soak_steps": 0, "predict": False, "budget": options.budget, **options.search}
+    return {"max_size": most, "soak_steps": 0, "budget": options.budget, **options.search}
 
 
 def _find_generation(
@@ -113,10 +112,10 @@ def _find_generation(
     state = [model, optimizer, trainer.lr_scheduler, *trainer._batchfit.options.state]
     most = args.per_device_train_batch_size * args.steps_per_generation
     with _full_length(trainer):
-        # Two steps: the optimizer's state is there in the second.
-        return batchfit.find_batch_size(
-            batchfit.Workload(step, state=state), **{"steps": 2, **_keywords(trainer, most)}
-        )
+        # Two steps: the optimizer's state is there in the second. TRL reads the tokens that were generated,
+        # which no trace can know.
+        keywords = {"steps": 2, "predict": False, **_keywords(trainer, most)}
+        return batchfit.find_batch_size(batchfit.Workload(step, state=state), **keywords)
 
 
 @contextmanager
@@ -145,7 +144,7 @@ def _find_loss(
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        with trainer.compute_loss_context_manager(), on_this_rank(trainer.accelerator):
+        with trainer.compute_loss_context_manager(), no_metrics(trainer.accelerator):
             return compute(model, batch)
 
     work = batchfit.training(
@@ -178,6 +177,7 @@ def _learn_longest(trainer: Any, model: Any, batch: dict[str, torch.Tensor], com
     state = [model, trainer.state, trainer.control, *trainer._batchfit.options.state]
     work = batchfit.Workload(once, state=[*state, *filter(None, [trainer.accelerator.scaler])])
     keywords = {**_keywords(trainer, size), "min_size": size, "max_size": size, "steps": 2, "soak_steps": 0}
+    keywords["predict"] = False  # its size is known
     batchfit.find_batch_size(work, **keywords)
     if size < trainer.args.per_device_train_batch_size:
         phases.loss_microbatcher(trainer, model)._nothing_larger()

@@ -162,6 +162,10 @@ class HostTensors:
         plain = (one for one in tensors if one.layout is torch.strided)
         return any(address_of(one) in self._filled for one in plain)
 
+    def adopt(self, tensors: list[Tensor]) -> None:
+        """See those that are real, and stand for tensors of the device, before an operation needs them."""
+        self.faked_arguments(None, tensors, {}, tensors)
+
     def _adopt(self, real: Tensor, *, as_host: bool, is_index: bool) -> Tensor:
         """The fake that stands for a real tensor from now on."""
         key = id(real)

@@ -1,4 +1,4 @@
-"""Modules under DDP or FSDP2, brought to rest after a step that was cut off.
+"""DDP and FSDP2 after a step that was cut off: the wrapper's record of that step, reset by torch's own code.
 
 Rules: both keep a record of the step that they are in, out of reach of any snapshot. After a step that
 failed, DDP refuses the next one, and FSDP2 goes on with parameters half unsharded and gradients missing,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.torch_private.process_groups import fake_group, is_fake
+from batchfit._engine.torch_private.replaced import replaced
 from batchfit.errors import BatchfitError
 
 

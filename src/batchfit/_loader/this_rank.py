@@ -1,4 +1,4 @@
-"""Which rank this is, of how many."""
+"""This process's rank and the number of ranks: given, or from the process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config files in JSON and YAML, and pydantic's validation errors as one sentence.
+"""The user's config files in JSON and YAML, and pydantic's validation errors as one sentence.
 
 Rules: a document is a mapping; JSON always works, YAML where pyyaml is installed; a file that cannot be read
 says which, and why. An error names field and value: `gamma must be at least 2, not 1`. `Document` knows the

@@ -1,4 +1,4 @@
-"""A step as it is and changed, traced and replayed: what each change brings.
+"""What each change to a step would save: the step as it is and changed, traced and replayed.
 
 Rules:
 - A what-if is a trace of the changed step, replayed like any prediction; nothing comes from a rule of thumb.
@@ -109,7 +109,7 @@ class Study:
         at_size = self._traced(self._traits)
         try:
             return TracedOutcome(at_size, traced, self._largest(traced, self.settings))
-        except UntraceableError as error:  # what holds the memory is known all the same
+        except UntraceableError as error:  # the memory breakdown is known all the same
             self.notes.append(f"the largest batch: {error}")
             return TracedOutcome(at_size, traced, None)
 

@@ -1,4 +1,4 @@
-"""What of batchfit works with the torch that is installed: one line for each feature, for `doctor`.
+"""Which features of batchfit work with the installed torch: the list that `doctor` prints.
 
 Rules: a feature works, works with a caveat, or is not here; in the last two cases the reason is given. What
 is asked is torch itself, without a GPU and without a step; a check that fails is an answer, too.
@@ -85,7 +85,7 @@ def _of_the_allocator() -> Iterator[Feature]:
         name = "trials on an NVIDIA or AMD GPU"
         yield Feature(name, "not here", "this torch is built without CUDA. Install one that is built with it")
         return
-    yield _grounded(needs.HISTORY, allocator.can_tell_history)
+    yield _grounded(needs.HISTORY, allocator.history_is_known)
     yield _grounded(needs.CUBLAS_WORKSPACES, allocator.can_clear_workspaces)
 
 

@@ -1,4 +1,4 @@
-"""A loop whose passes are alike: all of them from a few that were traced.
+"""Token generation in a trace's memory: every token's pass, extended from the few that were traced.
 
 Generation is such a loop. Each token's pass through the model asks for what the one before asked for, a
 little more of it, and frees what that one left. Where the blocks grow from pass to pass, what is freed

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: what is sharded, or checkpointed, one by one."""
+"""The repeated blocks of a model (its layers), which are sharded or checkpointed one by one."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""FSDP2 (`fully_shard`) under steps that fail: how it is reset, and whether that works here.
+"""Resets FSDP2 (`fully_shard`) after a step that failed, and tests whether that works with this torch.
 
 Rules:
 - A step may be tried again only if all ranks failed in it, before their next collective: a rank that fails
   alone leaves the others waiting, and only agreed sizes keep that from happening.
 - After a failed backward FSDP2 goes on silently and is wrong: parameters without gradients, others
-  half unsharded. `parallel.settle` resets it. Whether that is enough is not read from a version number: a
+  half unsharded. `wrappers.settle` resets it. Whether that is enough is not read from a version number: a
   self-test on the same mesh fails a tiny model in forward and in backward, tries again, and compares
   parameters bit for bit with an undisturbed run. All ranks get the same verdict, once per process and mesh.
 - Where the self-test fails, an OOM in a step is an error on all ranks, never a retry.
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.snapshot import parallel
+from batchfit._engine.snapshot import wrappers
 from batchfit._engine.torch_private import fsdp2, needs
 
 _WIDTH = 4
@@ -49,7 +49,7 @@ def sharded_modules(modules: Iterable[nn.Module]) -> list[Any]:
 def reset(module: nn.Module) -> None:
     """Reset FSDP2 after a step that failed; gradients that it has not sharded yet are dropped."""
     for one in module.modules():
-        parallel.settle(one)
+        wrappers.settle(one)
 
 
 verdicts: dict[tuple[Any, ...], SelfTest] = {}

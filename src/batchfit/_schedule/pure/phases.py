@@ -1,4 +1,4 @@
-"""What a schedule will do over a run: its phases, with the updates that a loader really makes.
+"""The phases of a schedule over a run: for each size its epochs and optimizer updates.
 
 Rules: the size is asked before every batch, so that it changes between batches only, in the middle of an
 epoch too; the last batch of an epoch is short, or dropped, and has a sample for every rank. Batches are
@@ -14,7 +14,7 @@ from typing import Literal, Protocol, final
 from batchfit._arguments import MOST_EPOCHS, check_whole
 from batchfit._loader.pure.deal import cut
 from batchfit._loader.pure.progress import Progress
-from batchfit._schedule.pure.bound import count_in, where
+from batchfit._schedule.pure.bound_plan import count_in, where
 from batchfit._units import Rounding, whole
 
 EventKind = Literal["changed", "skipped", "limited", "kept"]

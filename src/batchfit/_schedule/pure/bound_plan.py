@@ -1,4 +1,4 @@
-"""A schedule with everything that it needs to name a size: what a loader and a scheduler ask.
+"""A schedule bound to a run (ranks, cap, rounding): what a loader and a scheduler ask for the next size.
 
 Rules: pure, so that asking twice gives the same answer. The size that a schedule wants is capped by what
 fits, then rounded, in that order: rounding up never passes the cap. No rank is left without a sample: what

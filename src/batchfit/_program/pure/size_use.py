@@ -1,4 +1,4 @@
-"""What the program does with the size: uses it, has no more samples, accumulates, or never looks at it.
+"""What a program does with the size it is given: uses it, has too few samples, accumulates, or ignores it.
 
 Rules: judged from two sizes that ran, one at least twice the other, by the samples of the forward passes,
 their number per step, and the peak. Where the peak grows, or a pass gets more numbers, the size is used,
@@ -30,10 +30,10 @@ class SizeUse:
     peak_bytes: int | None
 
 
-def note_use(uses: list[SizeUse], use: SizeUse) -> int | None:
+def note_use(uses: list[SizeUse], use: SizeUse, lines: Sequence[str] = ()) -> int | None:
     """Add a size to those that ran, or answer the largest batch where it is beyond that and shows no more.
 
-    A `ProgramError` where the search makes no sense.
+    A `ProgramError` where the search makes no sense, with the `lines` that the program printed last.
     """
     largest = largest_batch([*uses, use])
     if largest is not None and use.size > largest:
@@ -41,7 +41,7 @@ def note_use(uses: list[SizeUse], use: SizeUse) -> int | None:
     uses.append(use)
     wrong = wrong_use(uses)
     if wrong:
-        raise ProgramError(wrong)
+        raise ProgramError(wrong, lines=lines)
     return None
 
 

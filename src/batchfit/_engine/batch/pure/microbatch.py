@@ -1,4 +1,4 @@
-"""The words of a plan: which samples a microbatch holds, and the shape that decides about its memory."""
+"""One microbatch of a plan: the samples that it holds, and the shape that decides its memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 PaddedShape = tuple[int, int]  # (samples, padded length)
 
 
-class Piece(NamedTuple):
+class Microbatch(NamedTuple):
     """One microbatch of a plan: which samples, and the padded length they are trimmed to, if any."""
 
     samples: slice | tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Pictures made of characters: bars, columns, and curves under horizontal lines.
+"""Charts made of characters, for a terminal: bars, columns, and curves under horizontal lines.
 
 Rules: a picture is a list of lines, and a line is a list of parts (text, role). A role is a word such as
 "strong", "dim" or a kind of memory; whoever prints decides which colour that is, or none. A picture never is
@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-Piece = tuple[str, str]
-Line = list[Piece]
+Span = tuple[str, str]
+Line = list[Span]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 # The dot of a braille cell by (column, row from the top), as Unicode numbers them.
@@ -161,7 +161,7 @@ def _height_at(points: Sequence[tuple[float, float]], x: float) -> float | None:
 
 def _cell(
     grid: list[list[int]], row: int, at: int, marks: set[tuple[int, int]], dashed: bool, *, plain: bool
-) -> Piece:
+) -> Span:
     if (row, at) in marks:
         return ("O" if plain else "●", "good")
     if grid[row][at]:
@@ -169,7 +169,7 @@ def _cell(
     return ("-" if plain else "┄", "level") if dashed else (" ", "")
 
 
-def _joined(cells: Iterable[Piece]) -> Line:
+def _joined(cells: Iterable[Span]) -> Line:
     """Neighbours of one role as one text."""
     line: Line = []
     for text, role in cells:

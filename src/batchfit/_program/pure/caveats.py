@@ -1,11 +1,11 @@
-"""What the runs at an answer did not show of a program, in words: they are its first steps, and not all."""
+"""The caveats of a command's answer: what its first steps, all that was run, did not show."""
 
 from __future__ import annotations
 
 LATER = "may need more memory"
 
 
-def unseen_of(steps: int, *, whole: bool, evaluation: bool, only_evaluates: bool) -> tuple[str, ...]:
+def caveats_of_runs(steps: int, *, whole: bool, evaluation: bool, only_evaluates: bool) -> tuple[str, ...]:
     """What is to be known of an answer whose runs took so many steps.
 
     `whole`: the program ended by itself. `evaluation`: passes without gradients of a module that trains were

@@ -1,4 +1,4 @@
-"""What the lists of a batch hold, samples or parts of one sample: the possible readings, which is certain.
+"""Whether each list of a batch holds samples or parts of one sample: possible readings, and the certain one.
 
 Rules
 - A number of samples is tried with the whole batch: every tensor has as many rows, or is in an item of a list
