@@ -117,13 +117,19 @@ def error(row: Results) -> float:
     return float(row["predicted_peak_bytes"] / row["peak_bytes"] - 1)
 
 
+def held_error(row: Results) -> float:
+    """How far what is held between steps is off; nothing may be held on the device."""
+    return abs(float(row["predicted_held_bytes"] - row["held_bytes"])) / max(1.0, row["held_bytes"])
+
+
 def page(found: Results) -> str:
     """The page, from what is stored."""
     names = [
         f"{model} x{ranks}" for model in MODELS for ranks in RANKS if f"{model} x{ranks}" in found["compared"]
     ]
     rows = {name: {row["way"]: row for row in found["compared"][name]} for name in names}
-    errors = [abs(error(row)) for of_name in rows.values() for row in of_name.values()]
+    every = [row for of_name in rows.values() for row in of_name.values()]
+    errors = [abs(error(row)) for row in every]
     packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [
         "# Sharded predictions beside real ranks on a CPU",
@@ -131,6 +137,9 @@ def page(found: Results) -> str:
         f"{len(errors)} comparisons: the peak of a rank that one process predicts is at most "
         f"{max(errors):.2%} off, and {sorted(errors)[len(errors) // 2]:.3%} at the median. Kernels are this "
         "CPU's in both; what CUDA does otherwise (streams, NCCL) is not seen here.",
+        "",
+        "What is held between steps is off by at most "
+        f"{max(map(held_error, every)):.2%} (of offloaded models, that is the host's).",
         "",
         "A column is a model on so many gloo processes under `virtual_memory`; a cell is how far the "
         "predicted peak is off the highest measured one of all ranks. `-`: only for four ranks, or bf16 "
