@@ -33,13 +33,13 @@ def _in_place(op: Any, tensors: Any, group: Any, *rest: Any) -> Any:
 
 def stand_ins() -> dict[Any, Callable[..., Any]]:
     """By operation; empty where torch has fake kernels of its own."""
-    kinds = {
+    kinds: dict[str, Callable[..., Any]] = {
         "_allgather_base_": _into_one,
         "_reduce_scatter_base_": _into_one,
         "allreduce_": _in_place,
         "broadcast_": _in_place,
     }
-    found = {}
+    found: dict[Any, Callable[..., Any]] = {}
     for name, kind in kinds.items():
         packet: Any = getattr(torch.ops.c10d, name, None)
         if packet is not None and not has_fake_kernel(packet.default):
