@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-pure test-torch test-torchtune test-versions test-wheel release-check check bench soak gpu clean
+.PHONY: help demo docs test test-all test-pure test-torch test-torchtune test-versions test-wheel release-check check bench soak plan-page gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -123,6 +123,10 @@ bench: $(STAMP)  ## benchmarks that a CPU can run, beside stored figures (under 
 	$(BIN)/python benchmarks/search_simulated.py --output build/bench
 	$(BIN)/python benchmarks/summary.py check
 	$(BIN)/python benchmarks/guard.py run
+
+plan-page: $(STAMP)  ## docs/reference/plan-table.md: models by settings by GPUs (half an hour; goes on where it was)
+	$(BIN)/python -W ignore benchmarks/plan_table.py run
+	$(BIN)/python benchmarks/plan_table.py page
 
 soak: $(STAMP)  ## 10,000 steps of random small programs: nothing may stay behind (some minutes)
 	$(BIN)/python benchmarks/soak.py run --out soak.json

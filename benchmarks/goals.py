@@ -22,8 +22,8 @@ Results = dict[str, Any]
 SOAKED = "our seconds hold a stability check, which no peer makes"
 VOTED = "ranks vote before they reduce, so that one rank's OOM costs a retry, not the run: nothing overlaps"
 BY_ONE = (
-    "one of 68, ViT-MAE in fp32, by one sample (163 predicted, 162 last): with a GPU at hand the margin is "
-    "1 to 1.5 %, and memory at that size is fragmented by more"
+    "one of 68, ViT-MAE in fp32, by one sample (163 for 162): with a GPU at hand the margin is 1 to 1.5 %, "
+    "less than the fragmentation there"
 )
 CAUSES = {  # (row, check): why it was missed
     ("GPT-2 small: find", "seconds to the fastest peer"): SOAKED,
@@ -35,8 +35,7 @@ CAUSES = {  # (row, check): why it was missed
     (
         "400 maxima, simulated",
         "exact, every curve",
-    ): "the misses are curves with noise: what 3 % of it leaves "
-    "open must be bisected, and a bisection that knows the curve needs nearly as many trials",
+    ): "curves with 3 % noise: what it leaves open must be bisected",
     ("prediction", "no OOM as a cap, calibrated"): BY_ONE,
     ("prediction", "no OOM as a cap, GPU there, not run"): BY_ONE,
     ("prediction", "seconds of a trace"): "a trace grows with the number of operations, and torch's fake "
@@ -46,7 +45,7 @@ CAUSES = {  # (row, check): why it was missed
     ("loader with 4 workers", "steady throughput"): "where samples cost next to nothing to make, dealing "
     "indices shows; DataLoader against itself spreads by more",
     ("loader with 4 workers", "unplanned change"): "the first batch of the new size has to be made: of 40 ms "
-    "a worker takes 11 for its samples and 21 to write them into new shared memory, one alone as long",
+    "a worker takes 11 for its samples and 21 to write them into new shared memory",
 }
 
 

@@ -48,6 +48,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "search_programs": "search_programs",
     "search_replayed": "search_replayed",
     "search_simulated": "search_simulated",
+    "shards_cpu": "shards_cpu",
     "snapshot_reading": "snapshot_reading",
     "soak_length": "soak_length",
     "soak": "soak",

@@ -47,11 +47,14 @@ _OWN = {"transformers": "src", "trl": "trl", "sentence-transformers": "sentence_
 # Why tests fail plain, here: a pattern of the failure, and the reason in words. The first counts.
 PLAIN_REASONS = (
     (r"Offline|couldn't connect|Couldn't reach|LocalEntryNotFound|offline mode|local_files_only|find the "
-     r"requested files|not a valid model identifier|outgoing traffic|ConnectionError|not a local folder",
+     r"requested files|not a valid model identifier|Can't load|outgoing traffic|"
+     r"ConnectionError|not a local folder",
      "a model, a processor or data that only the hub has"),
-    (r"No module named|requires the .* library|to be installed|not installed|not found in your environment",
+    (r"No module named|requires the .* library|to be installed|not installed|not found in your environment|"
+     r"pytest --fixtures",
      "a package that is not installed"),
-    (r"the installed .* has no|cannot import name|has no attribute|unexpected keyword",
+    (r"the installed .* has no|cannot import name|has no attribute|unexpected keyword|"
+     r"Extra items in the left set",
      "the tests are of an older version than the library"),
     (r"Timeout", "no end after 300 s"),
 )  # fmt: skip
@@ -68,8 +71,8 @@ EXPLAINED: tuple[tuple[str, str, str, str], ...] = (
         "resume_training_with_different_batch_size|checkpoint_args_logging",
         "ranks must be [0-9]+, as in the checkpoint",
         "By design",
-        "a checkpoint of another batch size is refused with a `ValueError`: a plain Trainer counts batches, "
-        "so it loses or repeats samples there",
+        "a checkpoint of another batch size is refused with a `ValueError`: Trainer counts batches, so "
+        "it loses or repeats samples there",
     ),
 )
 
@@ -88,6 +91,7 @@ def run_files(given: argparse.Namespace) -> None:
     for file in given.tests:
         name = f"{given.suite}-{Path(file).stem}"
         about = {"suite": given.suite, "version": given.version, "file": file, "select": given.k}
+        about |= {"note": given.note} if given.note else {}
         (given.work / f"{name}.about.json").write_text(json.dumps(about))
         _run(given, file, name, "plain")
         for way in given.ways:
@@ -99,7 +103,7 @@ def run_files(given: argparse.Namespace) -> None:
 
 def _kept(given: argparse.Namespace, name: str, way: str, outcome: str) -> list[str]:
     found = read(given.work / f"{name}.{way}.json")
-    return [test for test, one in found.items() if one["outcome"] == outcome]
+    return [test for test, one in found.items() if one["outcome"] == outcome and not is_refused(one)]
 
 
 def _run(given: argparse.Namespace, file: str, name: str, way: str, only: list[str] | None = None) -> None:
@@ -305,7 +309,8 @@ def _differences(found: Results) -> list[str]:
     groups: dict[tuple[str, str], dict[str, set[str]]] = {}
     unknown = []
     for suite, way, one in differences(found):
-        test = f"{suite}: {one['test'].rpartition('::')[2]}"
+        file, _, name = one["test"].partition("::")
+        test = f"{suite}, {Path(file).name}: {name.rpartition('::')[2]}"
         kind, why = explained(one["test"], f"{one['reason']} {one['then']}")
         if one["unlogged"] == "passed":
             kind, why = LOGGED
@@ -347,6 +352,7 @@ def _plain(found: Results) -> list[str]:
     }
     if selected:
         lines += ["", "Not all tests were selected: " + "; ".join(sorted(selected)) + "."]
+    lines += [f"\n{one['file']}: {one['note']}." for one in found["files"].values() if one.get("note")]
     without = found["about"]["without_model"]
     if without:
         lines += ["", f"Models of TRL's scripts that could not be made: {', '.join(sorted(without))}."]
@@ -365,6 +371,7 @@ def main() -> None:
     running.add_argument("--tests", nargs="+", required=True)
     running.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     running.add_argument("-k", default="")
+    running.add_argument("--note", default="", help="what a reader of the page should know of these tests")
     gathering = commands.add_parser("gather")
     gathering.add_argument("--out", type=Path, required=True)
     for one in (running, gathering):

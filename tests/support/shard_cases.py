@@ -6,9 +6,12 @@ those that `shard=` can name for a model that nobody wrapped.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +20,15 @@ from cpu_truth import STEPS, Peaks, predicted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit._engine.sharding.pure.layout import ShardLayout
 from batchfit._engine.sharding.sharding import changes_for
+from batchfit._engine.virtual_memory.op_sizes import block_bytes
 from batchfit._engine.workload.reachable import reach_of
 
 SIZE = 4
@@ -141,8 +148,25 @@ def _prefetched(model: nn.Module) -> nn.Module:
     return model
 
 
+def _pairs(model: nn.Module) -> nn.Module:
+    """Two blocks a group, the last one left to the root."""
+    blocks: list[Any] = _blocks(model)
+    for at in range(0, len(blocks) - 1, 2):
+        fully_shard(blocks[at : at + 2])
+    return fully_shard(model)
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    for one in _blocks(model):
+        vars(one)["forward"] = partial(checkpoint, one.forward, use_reentrant=False)
+    return model
+
+
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2": _fully,
+    "fsdp2-pairs": _pairs,
+    "fsdp2-checkpoint": lambda model: _fully(_checkpointed(model)),
+    "fsdp2-accumulate": _fully,
     "fsdp2-root": lambda model: _fully(model, blocks=False),
     "fsdp2-keep": lambda model: _fully(model, reshard_after_forward=False),
     "fsdp2-int": lambda model: _fully(model, reshard_after_forward=2),
@@ -155,7 +179,11 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "zero1": DistributedDataParallel,
     "ddp-views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
     "ddp-small": lambda model: DistributedDataParallel(model, bucket_cap_mb=1),
+    "ddp-static": lambda model: DistributedDataParallel(model, static_graph=True),
+    "ddp-checkpoint": lambda model: DistributedDataParallel(_checkpointed(model)),
+    "ddp-accumulate": DistributedDataParallel,
 }
+ACCUMULATES = ("fsdp2-accumulate", "ddp-accumulate")  # two microbatches a step, the first without collectives
 # What `shard=` names, by the way that a program would write it.
 LAYOUTS = {
     "fsdp2": "fsdp2", "fsdp2-keep": "zero2", "fsdp2-int": "fsdp2:reshard=2", "fsdp2-bf16": "fsdp2:bf16",
@@ -178,7 +206,30 @@ def workload(model: str, way: str | None) -> batchfit.Workload:
     parameters = list(wrapped.parameters())
     optimizer: torch.optim.Optimizer
     optimizer = _sharing(parameters) if way == "zero1" else torch.optim.AdamW(parameters, foreach=False)
+    if way in ACCUMULATES:
+        return batchfit.Workload(_accumulating(wrapped, optimizer, loss, batch), state=[wrapped, optimizer])
     return batchfit.training(wrapped, optimizer, loss, batch, keep_outputs=False)
+
+
+def _accumulating(model: Any, optimizer: Any, loss: Any, batch: Any) -> Callable[[int], None]:
+    """A step of two microbatches, as FSDP2 and DDP tell people to write it."""
+
+    def backward(size: int) -> None:
+        loss(model, batch(size)).backward()
+
+    def step(size: int) -> None:
+        optimizer.zero_grad()
+        if isinstance(model, DistributedDataParallel):
+            with model.no_sync():
+                backward(size)
+        else:
+            model.set_requires_gradient_sync(False)
+            backward(size)
+            model.set_requires_gradient_sync(True)
+        backward(size)
+        optimizer.step()
+
+    return step
 
 
 def predicted_here(model: str, way: str, ranks: int, layout: str | None = None) -> Peaks:
@@ -202,8 +253,73 @@ def truth(rank: int, cases: list[tuple[str, str]]) -> Any:
     return found
 
 
+@contextlib.contextmanager
+def _as_from_a_gpu() -> Iterator[None]:
+    """Inside, FSDP2's copies between device and host are made, where the CPU is both.
+
+    A copy to the host is not counted, until the optimizer reads it.
+    """
+    plain = torch.Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        asks = sys._getframe(1).f_code.co_name
+        if asks == "all_gather_inputs":
+            return tensor.clone()
+        if asks == "foreach_reduce" and args[:1] == (torch.device("cpu"),):
+            with _disable_current_modes():
+                return tensor.clone()
+        return plain(tensor, *args, **kwargs)
+
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.to = plain  # type: ignore[method-assign]
+
+
+def _measured_offloaded(model: str) -> list[int]:
+    """What of forward and backward is on the device: all but the shards and the optimizer's state.
+
+    Those are the host's and the same throughout. What is held between steps is not compared: it is theirs.
+    """
+    gc.collect()
+    with batchfit.virtual_memory("64GiB") as memory:
+        beside = memory.allocated_bytes
+    work: Any = workload(model, "fsdp2-offload")
+    peaks: list[int] = []
+
+    def at_its_end(*_: Any) -> None:
+        peaks.append(memory.peak_bytes - beside)
+
+    with _as_from_a_gpu():
+        work.step(SIZE)  # the optimizer's state is there
+        host = _bytes_of([*work.model.parameters(), *_tensors_of(work.optimizer)])
+        work.optimizer.register_step_pre_hook(at_its_end)
+        gc.collect()
+        with batchfit.virtual_memory("64GiB") as memory:
+            for _ in range(STEPS + 3):
+                work.optimizer.zero_grad()
+                memory.reset_peak()
+                work.step(SIZE)
+    peak = min(peaks[STEPS:]) - host
+    return [peak, _bytes_of(work.model.buffers())]
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of their memory on this rank, as virtual memory counts blocks."""
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in local}
+    return sum(map(block_bytes, storages.values()))
+
+
 def _measured(model: str, way: str) -> list[int]:
     """The lowest peak of some steps: a thread of gloo's may hold a buffer of a collective a moment longer."""
+    if way == "fsdp2-offload":
+        return _measured_offloaded(model)
     gc.collect()
     with batchfit.virtual_memory("64GiB") as memory:
         beside = memory.allocated_bytes

@@ -26,6 +26,10 @@ _LEGEND = (
     "In a cell: the largest microbatch, its peak, and samples per second beside the best row of that GPU "
     "(from operations and bytes, not measured). Checkpoint: activation checkpointing of each block."
 )
+_SEVERAL = (
+    "On several GPUs a row is DDP (the whole model on each) unless it says FSDP2; a single GPU has nothing "
+    "to shard, so FSDP2 changes nothing there."
+)
 _DOUBT = "?: predicted, and never compared with training of that kind on such a GPU."
 
 
@@ -64,11 +68,11 @@ def headline(plan: Plan) -> str:
 
 def legend(plan: Plan) -> str:
     """What a cell says."""
-    return (
-        f"{_LEGEND} {_DOUBT}"
-        if any(map(is_doubtful, (c for row in plan.rows for c in row.cells)))
-        else _LEGEND
-    )
+    text = _LEGEND
+    if any(column.count > 1 for column in plan.columns):
+        text += f" {_SEVERAL}"
+    doubtful = any(map(is_doubtful, (c for row in plan.rows for c in row.cells)))
+    return f"{text} {_DOUBT}" if doubtful else text
 
 
 def is_doubtful(cell: PlanCell) -> bool:
@@ -136,6 +140,9 @@ def advice(plan: Plan, column: PlanColumn) -> str:
     room = f"{format_bytes(cell.peak_bytes)} of {format_bytes(column.usable_bytes)}"
     text = f"{row.setting}: microbatch {used} per GPU"
     text += f", {room}" if used == cell.batch_size else f" ({cell.batch_size} fit, {room})"
+    if column.count > 1:
+        text += f", x {column.count} GPUs{'' if row.options.get('shards') else ' with DDP'}"
+        text += f" = {used * column.count} samples at once" if plan.global_batch is None else ""
     if plan.global_batch is not None:
         text += f", gradient accumulation {cell.accumulation}"
     if cell.cost is not None:

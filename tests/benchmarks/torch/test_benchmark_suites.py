@@ -68,11 +68,11 @@ def test_the_page_names_each_difference_with_its_reason(
     page = suites.page(json.loads(out.read_text()))
     assert "| some: t | 4 | 1 | 1 | cut | 4 | 1 | 1 | 2 | 2 | 7 | 6 |" in page
     by_design, unknown = page.split("**Not understood**")
-    assert "- some: test_logs (cut)" in by_design
-    assert "- some: test_breaks (cut): t.py:4: AssertionError: 1 != 2" in unknown
+    assert "- some, t.py: test_logs (cut)" in by_design
+    assert "- some, t.py: test_breaks (cut): t.py:4: AssertionError: 1 != 2" in unknown
     assert "BatchfitError" not in page.split("## Refused")[1].split("|\n")[-2]
     monkeypatch.setattr(suites, "EXPLAINED", (("test_breaks", "1 != 2", "By design", "it counts."),))
     page = suites.page(json.loads(out.read_text()))
-    assert "**By design: it counts.**\n\n- some: test_breaks (cut)" in page
+    assert "**By design: it counts.**\n\n- some, t.py: test_breaks (cut)" in page
     assert "Not understood" not in page
     assert '`t.py`: `-k "not slow"`' in page

@@ -187,3 +187,16 @@ def test_no_line_is_wider_than_asked(width: int) -> None:
 def test_every_gpu_with_a_speed_is_known() -> None:
     for name in PEAKS:
         assert PlanOptions(gpus=name).columns[0].gpu.name == name
+
+
+def test_several_gpus_say_how_they_share_and_how_many_samples_that_is() -> None:
+    sharded = Setting(shards="fsdp2")
+    cells = [Cell(3, GIB, COST), Cell(3, GIB, COST)]
+    ddp, fsdp2 = planned([row(FULL, *cells)], "h100,h100x8"), planned([row(sharded, *cells)], "h100,h100x8")
+    told = [" ".join(as_text(plan_lines(one, width=200)).split()) for one in (ddp, fsdp2)]
+    assert "microbatch 3 per GPU, 1.00 GiB of 78.6 GiB, x 8 GPUs with DDP = 24 samples at once" in told[0]
+    assert "microbatch 3 per GPU, 1.00 GiB of 78.6 GiB, x 8 GPUs = 24 samples at once" in told[1]
+    assert all("a row is DDP (the whole model on each) unless it says FSDP2" in one for one in told)
+    alone = as_text(plan_lines(planned([row(FULL, Cell(3, GIB, COST))], "h100"), width=200))
+    assert "DDP" not in alone
+    assert "at once" not in alone
