@@ -94,7 +94,7 @@ test-%: $(STAMP)  ## the tests in tests/%, with few Hypothesis examples: make te
 	@test -z "$$(find tests/$* -name 'test_*.py' -not -path '*/pure/*')" || \
 		$(PYTEST) --hypothesis-profile=quick $(QUICK) --ignore-glob='*/pure' tests/$*
 
-test: $(STAMP)  ## everything that must pass before a change lands (about 13 minutes on two cores)
+test: $(STAMP)  ## everything that must pass before a change lands (about 9 minutes on two cores)
 	@# mypy has one process: the tests of pure code run beside it
 	$(MAKE) --no-print-directory -j 2 check test-pure
 	$(MAKE) --no-print-directory test-torch
