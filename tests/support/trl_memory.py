@@ -40,21 +40,21 @@ class Taken(Exception):
     """No error: it ends the training once the search has begun."""
 
 
-def trainer_for(name: str, folder: Path) -> Any:
+def trainer_for(name: str, folder: Path, *, batch: int = SIZE) -> Any:
     from trl_cases import model_for, trainer_of
 
     kind, given = CASES[name]
     more = {"ref_model": model_for(kind, seed=1, **SHAPE)} if kind in ("DPO", "KTO") else {}
     return trainer_of(
-        kind, folder, model=model_for(kind, **SHAPE), more=more, optim="adamw_torch", batch=SIZE, **given
+        kind, folder, model=model_for(kind, **SHAPE), more=more, optim="adamw_torch", batch=batch, **given
     )
 
 
-def searched(name: str, folder: Path, kept: list[Any]) -> Any:
-    """The workload that `adapt` searches with; the trainer goes into `kept`."""
+def searched(name: str, folder: Path, kept: list[Any], *, batch: int = SIZE) -> Any:
+    """The workload that `adapt` searches with, up to `batch` samples; the trainer goes into `kept`."""
     from batchfit.integrations.transformers import adapt
 
-    trainer = adapt(trainer_for(name, folder))
+    trainer = adapt(trainer_for(name, folder, batch=batch))
     (found,) = searches_of(trainer, most=1)
     trainer._batchfit.searches = True
     kept.append(trainer)

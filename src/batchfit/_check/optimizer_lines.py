@@ -14,6 +14,7 @@ import ast
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -93,17 +94,23 @@ def _holding(optimizer: Optimizer) -> set[str]:
     return found
 
 
-def _calls(file: str, name: str) -> Iterator[CodeLine]:
-    if f"{name}(" not in text_of(file):
-        return
+def _calls(file: str, name: str) -> tuple[CodeLine, ...]:
+    text = text_of(file)
+    return _calls_in(file, text, name) if f"{name}(" in text else ()
+
+
+@lru_cache(maxsize=2**10)  # every check of a process asks for all files of the program again
+def _calls_in(file: str, text: str, name: str) -> tuple[CodeLine, ...]:
+    """The calls of that name in a file that says `text`."""
     tree = parsed(file)
-    inside: dict[ast.AST, str] = {}
-    for function, node in defined(tree):  # the inner ones come later, and are the ones that count
-        if isinstance(node, FUNCTIONS):
-            inside |= dict.fromkeys(ast.walk(node), function)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            called = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
-            if called == name:
-                function = inside.get(node, "<module>")
-                yield CodeLine(file, node.lineno, function)
+    functions = [(function, node) for function, node in defined(tree) if isinstance(node, FUNCTIONS)]
+    found = []
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and name in (
+            getattr(call.func, "id", ""),
+            getattr(call.func, "attr", ""),
+        ):
+            around = (one for one, node in functions if node.lineno <= call.lineno <= (node.end_lineno or 0))
+            *_, inner = "<module>", *around  # the inner ones come later
+            found.append(CodeLine(file, call.lineno, inner))
+    return tuple(found)

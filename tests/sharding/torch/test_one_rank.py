@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import batchfit
+from batchfit._engine.cuda_model import collectives
+from batchfit._engine.cuda_model.dispatch import STAND_INS
 from batchfit._engine.sharding.pure.layout import ShardLayout
 from batchfit._engine.sharding.sharding import changes_for
 from batchfit._engine.torch_private import fsdp2
@@ -236,3 +239,24 @@ def test_no_operation_of_a_whole_weight_is_really_computed(monkeypatch: pytest.M
     workload = batchfit.training(model, optimizer, loss, lambda n: torch.randn(n, 328))
     batchfit.predict_batch_size(workload, gpu="h200", ranks=2, shard="fsdp2", max_size=4)
     assert 0 < most < 328 * 336
+
+
+@pytest.mark.parametrize("shard", ["fsdp2", "hsdp:2x2"])
+def test_a_torch_without_fake_kernels_of_collectives_answers_the_same(
+    shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.8 has none."""
+    options: dict[str, Any] = {"budget": "256MiB", "ranks": 4, "shard": shard, "max_size": 64}
+    expected = batchfit.predict_batch_size(work(), **options)
+    monkeypatch.setattr(collectives, "has_fake_kernel", lambda _: False)
+    asked: list[str] = []
+
+    def noted(op: Any, kernel: Any, *args: Any) -> Any:
+        asked.append(op.name())
+        return kernel(*args)
+
+    for op, kernel in collectives.stand_ins().items():
+        monkeypatch.setitem(STAND_INS, op, partial(noted, op, kernel))
+    found = batchfit.predict_batch_size(work(), **options)
+    assert found.per_rank == expected.per_rank
+    assert {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"} <= set(asked)

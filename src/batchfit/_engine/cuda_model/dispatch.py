@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.cuda_model import attention, quantised_kernels, sequences
+from batchfit._engine.cuda_model import attention, collectives, quantised_kernels, sequences
 from batchfit._engine.cuda_model.workspaces import LOW
 from batchfit._engine.torch_private.autocast import region_of, set_region
 from batchfit._engine.torch_private.autograd import is_view
@@ -151,7 +151,7 @@ def _grouped_mm(
 
 
 # Where torch's fake kernel is missing, or stricter than CUDA's.
-STAND_INS: dict[Any, Any] = dict(sequences.STAND_INS)
+STAND_INS: dict[Any, Any] = {**sequences.STAND_INS, **collectives.stand_ins()}
 if hasattr(aten, "_grouped_mm"):
     STAND_INS[aten._grouped_mm.default] = _grouped_mm
 

@@ -77,6 +77,11 @@ def has_cpu_kernel(op: Any) -> bool:
     return _has_kernel(op.name(), "CPU")
 
 
+def has_fake_kernel(op: Any) -> bool:
+    """Whether an operation has a kernel for tensors without memory."""
+    return _has_kernel(op.name(), "Meta")
+
+
 def registered(key: str) -> list[str]:
     """The operations of aten with a kernel for a dispatch key, without "aten::"."""
     return sorted(name[6:] for name in _registrations(key) if name.startswith("aten::"))
