@@ -292,7 +292,8 @@ def page(found: Results) -> str:
         "",
         "With at least one sample per GPU, from left to right: "
         + ", ".join(f"`{one}`" for one in gpus)
-        + ". A model's name leads to its table.",
+        + ". Full training counts with 8-bit AdamW and activation checkpointing, if its table has them. A "
+        "model's name leads to its table.",
         "",
         "| model | length | full | LoRA | QLoRA |",
         "|---|---:|---|---|---|",
