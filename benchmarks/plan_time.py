@@ -3,7 +3,7 @@
     python benchmarks/plan_time.py run --times 3     # adds to benchmarks/results/plan_time_cpu_202611.json
     python benchmarks/plan_time.py page benchmarks/results/plan_time_cpu_202611.json --to ...
 
-The command is issue 33's: Llama 3.1 8B, 2048 tokens, an RTX 4090, an 80 GB A100 and eight H100: 12 settings,
+The command plans Llama 3.1 8B, 2048 tokens, an RTX 4090, an 80 GB A100 and eight H100: 12 settings,
 and 3 more under FSDP2. Each run is a process of its own; cold ones have an empty cache folder. The load
 average of the machine stands beside each run: others lengthen its wall time, and its CPU seconds less.
 """
